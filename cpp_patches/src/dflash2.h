@@ -80,7 +80,7 @@ struct dflash2_session_params {
     uint32_t n_ubatch;          // target micro-batch
     uint32_t n_seq_max;         // sequences that can be held at once
     int32_t  n_draft_max;       // drafted tokens per round; < 0 = block size - 1, 0 = no drafting
-    int32_t  n_threads;         // <= 0 = llama.cpp's default
+    int32_t  n_threads;         // <= 0 = all usable CPUs
     int32_t  n_threads_batch;   // <= 0 = n_threads
     int32_t  type_k;            // ggml_type of the target's K cache
     int32_t  type_v;            // ggml_type of the target's V cache
@@ -124,7 +124,7 @@ struct dflash2_stats {
     uint64_t n_prompt_reused;    // prompt tokens that were in the cache already
     uint64_t n_injected;         // feature rows written into the draft cache
     uint64_t n_generated;        // tokens produced
-    uint64_t n_steps;            // verification steps of single sequences
+    uint64_t n_steps;            // verification steps: evaluations of an anchor, with or without a draft
     uint64_t n_draft_passes;     // evaluations of the drafter
     uint64_t n_drafted;          // tokens proposed
     uint64_t n_accepted;         // tokens accepted
@@ -136,6 +136,7 @@ struct dflash2_stats {
     uint64_t t_draft_us;
     uint64_t t_verify_us;
     uint64_t t_sample_us;
+    uint64_t n_prompt_sampled;   // tokens produced by the evaluation of a prompt, not by a verification step
 };
 
 // bytes, per part; measured on a model without weights (llama_model_params.no_alloc) it is a plan

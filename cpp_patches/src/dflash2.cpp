@@ -1,0 +1,138 @@
+// The C boundary of sessions: arguments checked, exceptions turned into statuses.
+
+#include "dflash2.h"
+
+#include "error.h"
+#include "session.h"
+
+#ifndef DFLASH2_BUILD_INFO
+#    error "DFLASH2_BUILD_INFO must name the pin and the patch stack"
+#endif
+
+int32_t dflash2_abi_version(void) {
+    return DFLASH2_ABI_VERSION;
+}
+
+const char * dflash2_build_info(void) {
+    return DFLASH2_BUILD_INFO;
+}
+
+dflash2_session_params dflash2_session_default_params(void) {
+    dflash2_session_params params = {};
+    params.n_ctx           = 4096;
+    params.n_batch         = 512;
+    params.n_ubatch        = 512;
+    params.n_seq_max       = 1;
+    params.n_draft_max     = -1;
+    params.type_k          = GGML_TYPE_F16;
+    params.type_v          = GGML_TYPE_F16;
+    params.flash_attn      = LLAMA_FLASH_ATTN_TYPE_AUTO;
+    params.offload_kqv     = true;
+    return params;
+}
+
+dflash2_seq_params dflash2_seq_default_params(void) {
+    dflash2_seq_params params = {};
+    params.verifier       = DFLASH2_VERIFIER_AUTO;
+    params.n_predict      = -1;
+    params.n_draft_max    = -1;
+    params.seed           = LLAMA_DEFAULT_SEED;
+    params.top_p          = 1.0f;
+    params.penalty_last_n = 64;
+    params.penalty_repeat = 1.0f;
+    return params;
+}
+
+static dflash2_session & require(dflash2_session * session) {
+    if (session == nullptr) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "a session is required");
+    }
+    return *session;
+}
+
+dflash2_session * dflash2_session_init(llama_model * target, llama_model * draft, const dflash2_session_params * params, int32_t * status) {
+    dflash2_session * session = nullptr;
+    const int32_t result = dflash2_guard([&]() -> int32_t {
+        if (target == nullptr || params == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "target and params are required");
+        }
+        session = new dflash2_session(target, draft, *params);
+        return DFLASH2_OK;
+    });
+    if (status != nullptr) {
+        *status = result;
+    }
+    return session;
+}
+
+void dflash2_session_free(dflash2_session * session) {
+    delete session;
+}
+
+int32_t dflash2_session_seq_begin(dflash2_session * session, llama_seq_id seq_id, const llama_token * tokens, size_t n_tokens,
+                                  const dflash2_seq_params * params) {
+    return dflash2_guard([&] { return require(session).seq_begin(seq_id, tokens, n_tokens, params ? *params : dflash2_seq_default_params()); });
+}
+
+int32_t dflash2_session_seq_end(dflash2_session * session, llama_seq_id seq_id) {
+    return dflash2_guard([&]() -> int32_t { require(session).seq_end(seq_id); return DFLASH2_OK; });
+}
+
+int32_t dflash2_session_seq_clear(dflash2_session * session, llama_seq_id seq_id) {
+    return dflash2_guard([&]() -> int32_t { require(session).seq_clear(seq_id); return DFLASH2_OK; });
+}
+
+int32_t dflash2_session_step(dflash2_session * session, dflash2_step_result * results) {
+    return dflash2_guard([&]() -> int32_t {
+        if (results == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "results are required");
+        }
+        return require(session).step(results);
+    });
+}
+
+void dflash2_session_abort(dflash2_session * session) {
+    if (session != nullptr) {
+        session->abort();
+    }
+}
+
+int32_t dflash2_session_draft_view(const dflash2_session * session, llama_seq_id seq_id, dflash2_draft_view * view) {
+    return dflash2_guard([&]() -> int32_t {
+        if (view == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "a view is required");
+        }
+        require(const_cast<dflash2_session *>(session)).draft_view(seq_id, *view);
+        return DFLASH2_OK;
+    });
+}
+
+uint32_t dflash2_session_n_ctx(const dflash2_session * session) {
+    return session ? session->n_ctx() : 0;
+}
+
+int32_t dflash2_session_n_draft_max(const dflash2_session * session) {
+    return session ? session->n_draft_max() : 0;
+}
+
+int32_t dflash2_session_seq_n_past(const dflash2_session * session, llama_seq_id seq_id) {
+    return dflash2_guard([&] { return require(const_cast<dflash2_session *>(session)).seq_n_past(seq_id); });
+}
+
+void dflash2_session_stats(const dflash2_session * session, dflash2_stats * stats) {
+    if (session != nullptr && stats != nullptr) {
+        *stats = session->stats;
+    }
+}
+
+void dflash2_session_stats_reset(dflash2_session * session) {
+    if (session != nullptr) {
+        session->stats = {};
+    }
+}
+
+void dflash2_session_memory(const dflash2_session * session, dflash2_memory * memory) {
+    if (session != nullptr && memory != nullptr) {
+        session->memory(*memory);
+    }
+}

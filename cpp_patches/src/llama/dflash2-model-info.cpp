@@ -1,0 +1,67 @@
+#include "dflash2-model-info.h"
+
+#include "llama-arch.h"
+#include "llama-context.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+int32_t dflash2_llama_window(const llama_model * model) {
+    const auto & hparams = model->hparams;
+    if (hparams.swa_type == LLAMA_SWA_TYPE_NONE) {
+        return 0;
+    }
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (!hparams.is_swa(il)) {
+            return 0;
+        }
+    }
+    return (int32_t) hparams.n_swa;
+}
+
+int32_t dflash2_llama_drafter_kind(const llama_model * model) {
+    if (model->arch != LLM_ARCH_DFLASH) {
+        return 0;
+    }
+    if (model->dspark_markov_w1 != nullptr || model->hparams.dsv4_hc_mult > 0) {
+        return 3;
+    }
+    return model->dflash_selector_hidden != nullptr ? 2 : 1;
+}
+
+bool dflash2_llama_has_tok_embd(const llama_model * model) {
+    return model->tok_embd != nullptr;
+}
+
+bool dflash2_llama_has_output(const llama_model * model) {
+    return model->output != nullptr;
+}
+
+static const llama_memory_recurrent * recurrent_part(const llama_memory_i * memory) {
+    if (const auto * recurrent = dynamic_cast<const llama_memory_recurrent *>(memory)) {
+        return recurrent;
+    }
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    return nullptr;
+}
+
+uint64_t dflash2_llama_snapshot_bytes(const llama_context * ctx) {
+    const auto * recurrent = recurrent_part(ctx->get_memory());
+    if (recurrent == nullptr || recurrent->n_rs_seq == 0) {
+        return 0;
+    }
+
+    uint64_t total = 0;
+    for (const auto * states : { &recurrent->r_l, &recurrent->s_l, &recurrent->p_l }) {
+        for (const ggml_tensor * state : *states) {
+            total += state ? ggml_nbytes(state) : 0;
+        }
+    }
+    return total * recurrent->n_rs_seq / (recurrent->n_rs_seq + 1);
+}

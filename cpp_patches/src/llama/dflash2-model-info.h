@@ -1,0 +1,23 @@
+// Facts about models and contexts that llama.h does not tell. Compiled into libllama.
+
+#pragma once
+
+#include "llama.h"
+
+#include <cstdint>
+
+extern "C" {
+
+// Sliding window of a drafter in tokens if every one of its layers has it, else 0 (some layer sees everything).
+LLAMA_API int32_t dflash2_llama_window(const struct llama_model * model);
+
+// 0 = not a drafter, 1 = DFlash 1, 2 = DFlash 2, 3 = DSpark
+LLAMA_API int32_t dflash2_llama_drafter_kind(const struct llama_model * model);
+
+LLAMA_API bool dflash2_llama_has_tok_embd(const struct llama_model * model);
+LLAMA_API bool dflash2_llama_has_output  (const struct llama_model * model);
+
+// Bytes of recurrent state kept only so that a few tokens can be taken back (n_rs_seq snapshots per sequence).
+LLAMA_API uint64_t dflash2_llama_snapshot_bytes(const struct llama_context * ctx);
+
+}
