@@ -1,0 +1,46 @@
+"""The oracle itself: what the other tests lean on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.oracle.reference import Reference, load_draft, walk
+from tests.oracle.tiny_pairs import DraftShape, TargetShape, write_draft, write_target
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    target = write_target(folder / "target.gguf", TargetShape())
+    return Reference(target, load_draft(write_draft(folder / "draft", DraftShape(name="plain"))))
+
+
+def test_own_walk_over_all_pairs_is_the_authors_path(reference: Reference) -> None:
+    tokens = [int(t) for t in np.random.default_rng(0).integers(0, 512, size=40)]
+    for n_draft in (7, 3, 1):
+        lattice = reference.lattice(tokens, 11, n_draft)
+        own = [int(lattice.candidates[t, b]) for t, b in enumerate(walk(lattice.scores))]
+        assert own == lattice.path.tolist()
+
+
+def test_scores_of_the_first_position_know_only_the_anchor(reference: Reference) -> None:
+    tokens = list(range(20, 50))
+    first = reference.lattice(tokens, 11, 7)
+    other = reference.lattice(tokens, 12, 7)
+    assert np.ptp(first.scores[0], axis=0).max() == 0
+    assert np.abs(first.scores[0] - other.scores[0]).max() > 1e-2
+
+
+def test_only_the_window_of_the_context_matters(reference: Reference) -> None:
+    tokens = [int(t) for t in np.random.default_rng(1).integers(0, 512, size=40)]
+    features = reference.features(tokens)
+    whole = reference.lattice_from(features, 5, 7)
+    features[:, : 40 - 11] = 0
+    assert np.abs(reference.lattice_from(features, 5, 7).scores - whole.scores).max() == 0
+    features[:, 40 - 11] = 0
+    assert np.abs(reference.lattice_from(features, 5, 7).scores - whole.scores).max() > 1e-4
