@@ -1,0 +1,245 @@
+"""One dflash2_session with its two models, in Python's types. Not thread-safe but for ``abort``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash2_gguf.errors import NativeError, UsageError
+from dflash2_gguf.models import Progress, memory_from, open_pair
+from dflash2_gguf.native import (
+    ABORTED,
+    FINISH_REASONS,
+    MemoryStruct,
+    SeqParams,
+    SessionParams,
+    StatsStruct,
+    StepResult,
+    api,
+    check,
+    failure,
+)
+from dflash2_gguf.sampling import VERIFIERS, SamplingParams
+from dflash2_gguf.stats import DRAFT_FAILURES, Memory, Stats
+from dflash2_gguf.vocab import Vocab
+
+__all__ = ["Aborted", "Engine", "EngineOptions", "Step", "physical_cores"]
+
+_DEFAULT_CTX = 8192
+_RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED
+_SEQ = 0
+
+
+class Aborted(Exception):
+    """A step ended early because of ``Engine.abort``; the sequence is intact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Size of a session; tokens unless said otherwise.
+
+    n_ctx: None is the smaller of 8192 and what the model was trained with, 0 the latter.
+    n_batch, n_ubatch: prompt tokens per step and per evaluation.
+    n_threads: None is the number of physical cores this process may use.
+    draft_max: drafted tokens per round; None is the drafter's block size - 1, 0 drafts never.
+
+    Raises UsageError for a value out of range.
+    """
+
+    n_ctx: int | None = None
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    draft_max: int | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 1, "n_threads": 1, "draft_max": 0}
+        for name, low in limits.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < 2**31:
+                raise UsageError(f"{name} is {value}", f"it can be {low} or more")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step produced: none while the prompt is read, up to a whole block afterwards."""
+
+    tokens: tuple[int, ...]
+    n_accepted: int
+    n_prompt_left: int
+    finish: str | None
+
+
+class Engine:
+    """Life of the native session; ``close`` frees it and the models.
+
+    Raises what ``open_pair`` raises, and NativeError when the session cannot be created.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        draft: Path | None,
+        options: EngineOptions,
+        *,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self._api = api()
+        params = _session_params(self._api.dflash2.dflash2_session_default_params(), options)
+        self._handle: int | None = None
+        self._target, self._draft = open_pair(target, draft, params, on_progress=on_progress)
+        try:
+            self._handle = self._init(params, options)
+        except BaseException:
+            self.close()
+            raise
+        self.vocab = Vocab(self._target.handle or 0)
+        self.n_ctx: int = self._api.dflash2.dflash2_session_n_ctx(self._handle)
+        self.draft_max: int = self._api.dflash2.dflash2_session_n_draft_max(self._handle)
+
+    def begin(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int | None,
+        draft_max: int | None,
+    ) -> int:
+        """Start on this whole prompt; number of tokens that the caches already hold."""
+        params = _seq_params(self._api.dflash2.dflash2_seq_default_params(), sampling)
+        params.n_predict = -1 if max_tokens is None else max_tokens
+        params.n_draft_max = -1 if draft_max is None else draft_max
+        ids = (ctypes.c_int32 * len(tokens))(*tokens)
+        status = self._api.dflash2.dflash2_session_seq_begin(
+            self._handle, _SEQ, ids, len(tokens), ctypes.byref(params)
+        )
+        return check(status, "dflash2_session_seq_begin")
+
+    def step(self) -> Step:
+        """Advance by a chunk of the prompt or one draft-verify round; Aborted after ``abort``."""
+        result = StepResult()
+        status = self._api.dflash2.dflash2_session_step(self._handle, ctypes.byref(result))
+        if status == ABORTED:
+            raise Aborted
+        if check(status, "dflash2_session_step") == 0:
+            raise NativeError("dflash2_session_step has no active sequence")
+        return Step(
+            tokens=tuple(result.tokens[: result.n_tokens]),
+            n_accepted=result.n_accepted,
+            n_prompt_left=result.n_prompt_left,
+            finish=FINISH_REASONS[result.finish],
+        )
+
+    def end(self) -> None:
+        """Stop producing; the caches stay for the next ``begin``."""
+        check(self._api.dflash2.dflash2_session_seq_end(self._handle, _SEQ), "seq_end")
+
+    def clear(self) -> None:
+        """Forget the sequence and its caches."""
+        check(self._api.dflash2.dflash2_session_seq_clear(self._handle, _SEQ), "seq_clear")
+
+    def abort(self) -> None:
+        """Make the step in progress, or the next one, raise Aborted soon. Any thread."""
+        self._api.dflash2.dflash2_session_abort(self._handle)
+
+    def stats(self) -> Stats:
+        """Counters since the session exists."""
+        raw = StatsStruct()
+        self._api.dflash2.dflash2_session_stats(self._handle, ctypes.byref(raw))
+        return _stats_from(raw)
+
+    def memory(self) -> Memory:
+        """Bytes in use, per part."""
+        raw = MemoryStruct()
+        self._api.dflash2.dflash2_session_memory(self._handle, ctypes.byref(raw))
+        return memory_from(raw)
+
+    def close(self) -> None:
+        """Free session and models; again is harmless."""
+        if self._handle is not None:
+            self._api.dflash2.dflash2_session_free(self._handle)
+            self._handle = None
+        for model in (self._draft, self._target):
+            if model is not None:
+                model.close()
+
+    def _init(self, params: SessionParams, options: EngineOptions) -> int:
+        params.n_ctx = self._context_length(options)
+        status = ctypes.c_int32(0)
+        handle: int | None = self._api.dflash2.dflash2_session_init(
+            self._target.handle,
+            self._draft.handle if self._draft else None,
+            ctypes.byref(params),
+            ctypes.byref(status),
+        )
+        if not handle:
+            raise failure(status.value, "dflash2_session_init")
+        return handle
+
+    def _context_length(self, options: EngineOptions) -> int:
+        if options.n_ctx is not None:
+            return options.n_ctx
+        trained: int = self._api.llama.llama_model_n_ctx_train(self._target.handle)
+        return min(_DEFAULT_CTX, trained)
+
+
+def physical_cores() -> int:
+    """Cores this process may use, hyper-threads counted once (as llama.cpp's own tools do)."""
+    try:
+        cpus = os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+    path = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings"
+    try:
+        return len({Path(path.format(cpu)).read_text(encoding="ascii") for cpu in cpus}) or 1
+    except OSError:
+        return len(cpus)
+
+
+def _session_params(params: SessionParams, options: EngineOptions) -> SessionParams:
+    params.n_ctx = _DEFAULT_CTX if options.n_ctx is None else options.n_ctx
+    params.n_batch = options.n_batch
+    params.n_ubatch = min(options.n_ubatch, options.n_batch)
+    params.n_seq_max = 1
+    params.n_draft_max = -1 if options.draft_max is None else options.draft_max
+    params.n_threads = physical_cores() if options.n_threads is None else options.n_threads
+    return params
+
+
+def _seq_params(params: SeqParams, sampling: SamplingParams) -> SeqParams:
+    params.verifier = VERIFIERS.index(sampling.verifier)
+    params.seed = _RANDOM_SEED if sampling.seed is None else sampling.seed
+    params.temp = sampling.temperature
+    params.top_k = sampling.top_k
+    params.top_p = sampling.top_p
+    params.min_p = sampling.min_p
+    params.penalty_last_n = sampling.penalty_last_n
+    params.penalty_repeat = sampling.repeat_penalty
+    params.penalty_freq = sampling.frequency_penalty
+    params.penalty_present = sampling.presence_penalty
+    return params
+
+
+def _stats_from(raw: StatsStruct) -> Stats:
+    width = max((i + 1 for i, n in enumerate(raw.drafted_at) if n), default=0)
+    counters = (
+        "n_prompt",
+        "n_prompt_reused",
+        "n_injected",
+        "n_generated",
+        "n_steps",
+        "n_draft_passes",
+        "n_drafted",
+        "n_accepted",
+    )
+    times = ("prompt", "inject", "draft", "verify", "sample")
+    return Stats(
+        **{name: getattr(raw, name) for name in counters},
+        **{f"{name}_seconds": getattr(raw, f"t_{name}_us") / 1e6 for name in times},
+        accepted_at=tuple(raw.accepted_at[:width]),
+        drafted_at=tuple(raw.drafted_at[:width]),
+        draft_failures=dict(zip(DRAFT_FAILURES, raw.draft_failures, strict=True)),
+    )

@@ -1,0 +1,70 @@
+"""How the next token is chosen, as one checked value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dflash2_gguf.errors import UsageError
+
+__all__ = ["VERIFIERS", "SamplingParams"]
+
+VERIFIERS = ("auto", "greedy", "match")
+
+_MAX_SEED = 2**32 - 2  # llama.cpp reads 2**32 - 1 as "draw a random seed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampler chain of one generation, in llama.cpp's order and with llama.cpp's defaults.
+
+    temperature: 0 is greedy.
+    top_k: keep the k likeliest tokens; 0 keeps all.
+    top_p: keep the likeliest tokens that together have this probability; 1 keeps all.
+    min_p: drop tokens below this fraction of the likeliest one's probability; 0 drops none.
+    seed: None draws one.
+    repeat_penalty, frequency_penalty, presence_penalty: over the last ``penalty_last_n`` tokens
+        (-1 = the whole context); 1, 0 and 0 switch them off.
+    verifier: how drafted tokens are accepted. All are lossless (``dflash2.h``, dflash2_verifier).
+
+    Raises UsageError for a value out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int | None = None
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = 64
+    verifier: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require_range("temperature", self.temperature, 0.0, math.inf)
+        _require_range("top_k", self.top_k, 0, 2**31 - 1)
+        _require_range("top_p", self.top_p, 0.0, 1.0)
+        _require_range("min_p", self.min_p, 0.0, 1.0)
+        _require_range("seed", self.seed or 0, 0, _MAX_SEED)
+        _require_range("repeat_penalty", self.repeat_penalty, 0.0, math.inf)
+        _require_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        _require_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _require_range("penalty_last_n", self.penalty_last_n, -1, 2**31 - 1)
+        if self.verifier not in VERIFIERS:
+            raise UsageError(
+                f"verifier is {self.verifier!r}", f"it can be one of {', '.join(VERIFIERS)}"
+            )
+        if self.verifier == "greedy" and self.temperature > 0:
+            raise UsageError(
+                f"verifier 'greedy' does not sample at temperature {self.temperature:g}",
+                "use verifier 'match' or 'auto', or temperature 0",
+            )
+
+
+def _require_range(name: str, value: float, low: float, high: float) -> None:
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if not (finite and low <= value <= high):
+        limits = f"at least {low:g}" if high in (math.inf, 2**31 - 1) else f"{low:g} to {high:g}"
+        hint = f"it can be {limits}" if low > -math.inf else "it can be any finite number"
+        raise UsageError(f"{name} is {value}", hint)

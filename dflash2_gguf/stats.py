@@ -1,0 +1,113 @@
+"""What a generation did and took, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = ["DRAFT_FAILURES", "Memory", "Stats"]
+
+# order of enum dflash2_draft_failure in dflash2.h
+DRAFT_FAILURES = ("cache", "compute", "values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Counters of a session or of one generation (``struct dflash2_stats`` in ``dflash2.h``).
+
+    Tokens and rounds are counts, times are seconds. ``accepted_at[i]`` of ``drafted_at[i]`` rounds
+    accepted their draft at position i. ``draft_failures`` counts, by reason, the steps that had to
+    be decoded without a draft: no room in the draft cache, a failed draft pass, unusable values.
+    """
+
+    n_prompt: int = 0
+    n_prompt_reused: int = 0
+    n_injected: int = 0
+    n_generated: int = 0
+    n_steps: int = 0
+    n_draft_passes: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+    drafted_at: tuple[int, ...] = ()
+    draft_failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFT_FAILURES, 0))
+    prompt_seconds: float = 0.0
+    inject_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    n_prompt_sampled: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification step; 0 when there was none.
+
+        The token that the evaluation of a prompt yields took no verification step and does not count.
+        """
+        return (self.n_generated - self.n_prompt_sampled) / self.n_steps if self.n_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted part of the drafted tokens, 0..1."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
+
+    @property
+    def position_acceptance(self) -> tuple[float, ...]:
+        """For each drafted position, the part of its rounds that accepted it."""
+        pairs = zip(self.accepted_at, self.drafted_at, strict=True)
+        return tuple(accepted / drafted for accepted, drafted in pairs if drafted)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the prompt: injecting, drafting, verifying and sampling."""
+        return self.inject_seconds + self.draft_seconds + self.verify_seconds + self.sample_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens per second of ``decode_seconds``."""
+        return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
+
+    def since(self, earlier: Stats) -> Stats:
+        """The difference to an earlier reading of the same counters."""
+        return Stats(
+            **{
+                f.name: _minus(getattr(self, f.name), getattr(earlier, f.name))
+                for f in fields(self)
+            }
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counters, times and the derived figures, ready for JSON."""
+        return asdict(self) | {
+            "acceptance_length": self.acceptance_length,
+            "acceptance_rate": self.acceptance_rate,
+            "position_acceptance": list(self.position_acceptance),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a session takes, per part (``struct dflash2_memory`` in ``dflash2.h``)."""
+
+    target_weights: int = 0
+    target_cache: int = 0
+    target_snapshots: int = 0
+    target_compute: int = 0
+    draft_weights: int = 0
+    draft_cache: int = 0
+    draft_compute: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(asdict(self).values())
+
+
+def _minus(now: Any, then: Any) -> Any:
+    if isinstance(now, tuple):
+        padded = then + (0,) * (len(now) - len(then))
+        return tuple(a - b for a, b in zip(now, padded, strict=True))
+    if isinstance(now, dict):
+        return {key: value - then.get(key, 0) for key, value in now.items()}
+    return now - then
