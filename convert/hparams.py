@@ -1,0 +1,280 @@
+"""config.json of a DFlash 2 checkpoint, validated into one frozen dataclass.
+
+Nothing is guessed: a key inside ``dflash_config`` that this version does not know is an error, and so is a
+missing RoPE base. Defaults are those of the authors' reference (``dflash/model.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dflash2_gguf.convert.config_keys import (
+    refuse_other_variants,
+    refuse_unsupported_values,
+    unknown_top_level,
+)
+from dflash2_gguf.convert.config_values import Config
+from dflash2_gguf.convert.rope import Rope, read_rope
+from dflash2_gguf.errors import CheckpointError
+from dflash2_gguf.gguf_schema import DraftShape
+
+__all__ = ["DraftHparams", "default_target_layer_ids", "read_hparams"]
+
+_DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHparams:
+    """What config.json says about a drafter. Layer ids are 0-based outputs, as in the checkpoint."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    head_dim_given: bool
+    n_vocab: int
+    context_length: int
+    rms_eps: float
+    rope: Rope
+    causal: bool
+    sliding_window: int | None
+    sliding_layers: tuple[bool, ...]
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    n_target_layer: int | None
+    conv_kernel: int
+    conv_group: int
+    selector_rank: int
+    selector_top_k: int
+    output_multiplier: float | None
+    softcap: float | None
+    embedding_scale: float | None
+    value_scale: float | None
+    tie_embeddings: bool
+    licence: str | None
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_heads(self)
+        _check_layers(self)
+        _check_selector(self)
+        _check_scales(self)
+        if not 0 <= self.mask_token_id < self.n_vocab:
+            raise CheckpointError(
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.n_vocab}"
+            )
+
+    def shape(self, *, own_embeddings: bool = False, own_head: bool = False) -> DraftShape:
+        """The tensor shapes these hyperparameters ask for."""
+        return DraftShape(
+            n_layer=self.n_layer,
+            n_embd=self.n_embd,
+            n_ff=self.n_ff,
+            n_head=self.n_head,
+            n_head_kv=self.n_head_kv,
+            head_dim=self.head_dim,
+            n_vocab=self.n_vocab,
+            n_tap=len(self.target_layer_ids),
+            conv_kernel=self.conv_kernel,
+            conv_group=self.conv_group,
+            selector_rank=self.selector_rank,
+            own_embeddings=own_embeddings,
+            own_head=own_head,
+        )
+
+
+def default_target_layer_ids(n_target: int, n_draft: int) -> tuple[int, ...]:
+    """Layers the reference reads when the config names none (``dflash/model.py:build_target_layer_ids``)."""
+    if n_draft == 1:
+        return (n_target // 2,)
+    span = n_target - 4
+    return tuple(round(1 + i * span / (n_draft - 1)) for i in range(n_draft))
+
+
+def read_hparams(data: dict[str, Any]) -> DraftHparams:
+    """Validate the content of config.json.
+
+    Raises CheckpointError for other drafter kinds (by name), unknown ``dflash_config`` keys, missing or
+    impossible values. Unknown top-level keys end up in ``warnings``.
+    """
+    refuse_other_variants(data)
+    refuse_unsupported_values(data)
+    config = Config(data)
+    n_layer = config.positive("num_hidden_layers")
+    n_embd = config.positive("hidden_size")
+    n_head = config.positive("num_attention_heads")
+    window, sliding = _sliding(config, n_layer)
+    head_dim = config.optional_int("head_dim")
+    n_target = config.optional_int("num_target_layers")
+    return DraftHparams(
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_ff=config.positive("intermediate_size"),
+        n_head=n_head,
+        n_head_kv=config.optional_int("num_key_value_heads") or n_head,
+        head_dim=n_embd // n_head if head_dim is None else head_dim,
+        head_dim_given=head_dim is not None,
+        n_vocab=config.positive("vocab_size"),
+        context_length=config.positive("max_position_embeddings"),
+        rms_eps=config.number("rms_norm_eps"),
+        rope=read_rope(config, n_embd // n_head if head_dim is None else head_dim),
+        causal=_causal(config, sliding),
+        sliding_window=window,
+        sliding_layers=sliding,
+        block_size=config.draft_int("block_size", _DEFAULT_BLOCK_SIZE),
+        mask_token_id=_mask_token_id(config),
+        target_layer_ids=_target_layer_ids(config, n_target, n_layer),
+        n_target_layer=n_target,
+        conv_kernel=config.draft_int("conv_kernel_size"),
+        conv_group=config.draft_int("conv_group_size"),
+        selector_rank=config.draft_int("selector_rank"),
+        selector_top_k=config.draft_int("selector_top_k"),
+        output_multiplier=config.draft_float("output_multiplier"),
+        softcap=_softcap(config),
+        embedding_scale=config.draft_float("input_embedding_scale"),
+        value_scale=config.draft_float("attention_value_scale"),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        licence=config.optional_str("license"),
+        warnings=unknown_top_level(data),
+    )
+
+
+def _mask_token_id(config: Config) -> int:
+    value = config.draft("mask_token_id")
+    if type(value) is not int:
+        raise CheckpointError(
+            f"config.json: mask_token_id is {value!r}",
+            "a drafter without its mask token cannot draft; take the config of the release",
+        )
+    return value
+
+
+def _softcap(config: Config) -> float | None:
+    value = config.draft_float("final_logit_softcapping")
+    return value if value is not None and value > 0 else None
+
+
+def _target_layer_ids(config: Config, n_target: int | None, n_layer: int) -> tuple[int, ...]:
+    value = config.draft("target_layer_ids")
+    if value is None:
+        if n_target is None:
+            raise CheckpointError(
+                "config.json has neither target_layer_ids nor num_target_layers",
+                "the layers a drafter reads cannot be guessed",
+            )
+        return default_target_layer_ids(n_target, n_layer)
+    if not isinstance(value, list) or not value or not all(type(i) is int for i in value):
+        raise CheckpointError(f"config.json: target_layer_ids is {value!r}, not a list of integers")
+    return tuple(value)
+
+
+def _sliding(config: Config, n_layer: int) -> tuple[int | None, tuple[bool, ...]]:
+    """Window and per-layer flags by the reference's rule; (None, all False) for full attention."""
+    if config.draft_flag("use_swa", False):
+        return config.draft_int("swa_window_size"), (True,) * n_layer
+    types = _layer_types(config, n_layer)
+    if not config.flag("use_sliding_window", False):
+        return None, (False,) * n_layer
+    window = config.optional_int("sliding_window")
+    sliding = tuple(kind == "sliding_attention" for kind in types)
+    if window is None or not any(sliding):
+        return None, (False,) * n_layer
+    return window, sliding
+
+
+def _layer_types(config: Config, n_layer: int) -> tuple[str, ...]:
+    value = config.top("layer_types")
+    if value is None:
+        if config.flag("use_sliding_window", False) and config.top("sliding_window") is not None:
+            first = config.positive("max_window_layers", allow_zero=True)
+            return ("full_attention",) * min(first, n_layer) + ("sliding_attention",) * max(
+                0, n_layer - first
+            )
+        return ("full_attention",) * n_layer
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(value, list) or any(kind not in known for kind in value):
+        raise CheckpointError(
+            f"config.json: layer_types is {value!r}, known are {', '.join(known)}"
+        )
+    if len(value) != n_layer:
+        raise CheckpointError(f"config.json: {len(value)} layer_types for {n_layer} layers")
+    return tuple(value)
+
+
+def _causal(config: Config, sliding: tuple[bool, ...]) -> bool:
+    """is_causal, else dflash_config.causal, else the legacy rule: sliding layers are causal."""
+    for value in (config.top("is_causal"), config.nested("causal")):
+        if value is not None:
+            if not isinstance(value, bool):
+                raise CheckpointError(f"config.json: is_causal is {value!r}, not true or false")
+            return value
+    if len(set(sliding)) > 1:
+        raise CheckpointError(
+            "config.json has no is_causal and mixes full and sliding layers",
+            "causality per layer cannot be expressed in a GGUF file",
+        )
+    return sliding[0]
+
+
+def _check_heads(h: DraftHparams) -> None:
+    for name, value in (
+        ("num_hidden_layers", h.n_layer),
+        ("head_dim", h.head_dim),
+        ("num_key_value_heads", h.n_head_kv),
+        ("conv_kernel_size", h.conv_kernel),
+        ("conv_group_size", h.conv_group),
+        ("selector_rank", h.selector_rank),
+        ("selector_top_k", h.selector_top_k),
+    ):
+        if value < 1:
+            raise CheckpointError(f"config.json: {name} is {value}")
+    if h.n_head % h.n_head_kv:
+        raise CheckpointError(
+            f"config.json: {h.n_head} attention heads cannot share {h.n_head_kv} key-value heads"
+        )
+    if h.head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {h.head_dim} is odd, RoPE needs pairs")
+    if h.block_size < 2:
+        raise CheckpointError(f"config.json: block_size {h.block_size} leaves nothing to draft")
+    if h.sliding_window is not None and h.sliding_window < 1:
+        raise CheckpointError(f"config.json: sliding_window is {h.sliding_window}")
+
+
+def _check_layers(h: DraftHparams) -> None:
+    ids = h.target_layer_ids
+    if any(i < 0 for i in ids) or len(set(ids)) != len(ids):
+        raise CheckpointError(f"config.json: target_layer_ids {list(ids)} repeat or are negative")
+    if h.n_target_layer is not None and max(ids) >= h.n_target_layer:
+        raise CheckpointError(
+            f"config.json: target layer {max(ids)} does not exist in a target of "
+            f"{h.n_target_layer} layers (0 to {h.n_target_layer - 1})"
+        )
+
+
+def _check_selector(h: DraftHparams) -> None:
+    if h.n_embd % h.conv_group:
+        raise CheckpointError(
+            f"config.json: hidden_size {h.n_embd} is not a multiple of conv_group_size {h.conv_group}"
+        )
+    lattice = h.selector_top_k * (h.selector_top_k + 1)
+    if h.n_embd < lattice:
+        raise CheckpointError(
+            f"config.json: hidden_size {h.n_embd} is too small for selector_top_k {h.selector_top_k}",
+            f"llama.cpp carries the candidates in a row of hidden_size, which must be at least {lattice}",
+        )
+
+
+def _check_scales(h: DraftHparams) -> None:
+    for name, value in (
+        ("rms_norm_eps", h.rms_eps),
+        ("output_multiplier", h.output_multiplier),
+        ("input_embedding_scale", h.embedding_scale),
+        ("attention_value_scale", h.value_scale),
+    ):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise CheckpointError(f"config.json: {name} is {value}, it must be positive")

@@ -1,0 +1,139 @@
+"""Weights from checkpoint types to GGUF types, a few rows at a time.
+
+Floats are converted by numpy on bit views; quantized types by ggml's own ``ggml_quantize_chunk`` without
+importance matrix, so the bytes are those of ``llama-quantize``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from dflash2_gguf.errors import CheckpointError, NativeError
+from dflash2_gguf.gguf_schema import GGMLType
+from dflash2_gguf.libraries import load
+
+__all__ = ["DTYPE_SIZE", "Floats", "encode_rows", "rope_halves", "to_float32"]
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+DTYPE_SIZE = {"F32": 4, "F16": 2, "BF16": 2}
+_MAX_THREADS = 8
+
+
+def to_float32(raw: memoryview, dtype: str) -> Floats:
+    """Values of little-endian ``F32``, ``F16`` or ``BF16`` bytes, flat."""
+    if dtype == "F32":
+        return np.frombuffer(raw, dtype="<f4").astype(np.float32)
+    if dtype == "F16":
+        return np.frombuffer(raw, dtype="<f2").astype(np.float32)
+    if dtype == "BF16":
+        bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
+    raise ValueError(f"unknown dtype {dtype}")
+
+
+def rope_halves(values: Floats, head_dim: int) -> Floats:
+    """Reorder heads from interleaved pairs to halves, the layout llama.cpp rotates.
+
+    ``values`` [n x head_dim, cols], rows of whole heads, or one row [1, head_dim] of a norm
+    (``conversion/qwen.py:DFlashModel.modify_tensors``).
+    """
+    shape = values.shape
+    if shape[0] == 1:
+        return values.reshape(-1, 2).T.reshape(shape).copy()
+    pairs = values.reshape(-1, head_dim // 2, 2, shape[1])
+    return pairs.transpose(0, 2, 1, 3).reshape(shape)
+
+
+def encode_rows(values: Floats, kind: GGMLType, name: str) -> Bytes:
+    """Bytes of rows [n, cols] as ``kind``.
+
+    Raises CheckpointError naming the tensor when a value does not fit a 16-bit float, NativeError when ggml is
+    needed and missing.
+    """
+    if kind is GGMLType.F32:
+        return np.ascontiguousarray(values, dtype="<f4").view(np.uint8).reshape(-1)
+    if kind is GGMLType.F16:
+        with np.errstate(over="ignore"):
+            half = values.astype("<f2")
+        if not np.isfinite(half).all():
+            _refuse_overflow(values, kind, name)
+        return half.view(np.uint8).reshape(-1)
+    if kind is GGMLType.BF16:
+        return _to_bf16(values, name)
+    return _quantize(np.ascontiguousarray(values, dtype=np.float32), kind)
+
+
+def _refuse_overflow(values: Floats, kind: GGMLType, name: str) -> None:
+    raise CheckpointError(
+        f"tensor {name} has the value {np.abs(values).max():g}, too large for {kind.name}",
+        "choose preset bf16 or f32",
+    )
+
+
+def _to_bf16(values: Floats, name: str) -> Bytes:
+    """Round to nearest even, as ``ggml_compute_fp32_to_bf16``; inputs are finite."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    if ((rounded & 0x7F80) == 0x7F80).any():
+        _refuse_overflow(values, GGMLType.BF16, name)
+    return rounded.astype("<u2").view(np.uint8).reshape(-1)
+
+
+@lru_cache(maxsize=1)
+def _ggml() -> ctypes.CDLL:
+    library = load("ggml-base")
+    floats, size = ctypes.POINTER(ctypes.c_float), ctypes.c_size_t
+    int64 = ctypes.c_int64
+    library.ggml_quantize_chunk.argtypes = [
+        ctypes.c_int,
+        floats,
+        ctypes.c_void_p,
+        int64,
+        int64,
+        int64,
+        floats,
+    ]
+    library.ggml_quantize_chunk.restype = size
+    library.ggml_quantize_init.argtypes = [ctypes.c_int]
+    library.ggml_quantize_init.restype = None
+    library.ggml_validate_row_data.argtypes = [ctypes.c_int, ctypes.c_void_p, size]
+    library.ggml_validate_row_data.restype = ctypes.c_bool
+    return library
+
+
+def _quantize(values: Floats, kind: GGMLType) -> Bytes:
+    """Rows are independent of each other, so threads change nothing but the time."""
+    n_rows, n_cols = values.shape
+    row_bytes = kind.row_bytes(n_cols)
+    out = np.empty(n_rows * row_bytes, dtype=np.uint8)
+    _ggml().ggml_quantize_init(int(kind))
+    threads = min(_MAX_THREADS, os.cpu_count() or 1, n_rows)
+    step = -(-n_rows // threads)
+    with ThreadPoolExecutor(threads) as pool:
+        slices = [(at, min(n_rows, at + step)) for at in range(0, n_rows, step)]
+        list(pool.map(lambda rows: _quantize_slice(values, out, rows, kind, row_bytes), slices))
+    return out
+
+
+def _quantize_slice(
+    values: Floats, out: Bytes, rows: tuple[int, int], kind: GGMLType, row_bytes: int
+) -> None:
+    first, end = rows
+    source, target = values[first:end], out[first * row_bytes : end * row_bytes]
+    pointer = source.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    written = _ggml().ggml_quantize_chunk(
+        int(kind), pointer, target.ctypes.data, 0, end - first, values.shape[1], None
+    )
+    if written != target.nbytes:
+        raise NativeError(f"ggml wrote {written} bytes of {kind.name} instead of {target.nbytes}")
+    if not _ggml().ggml_validate_row_data(int(kind), target.ctypes.data, target.nbytes):
+        raise NativeError(f"ggml produced invalid {kind.name} data")

@@ -1,0 +1,432 @@
+"""The format contract: every GGUF key and tensor name this project writes or reads.
+
+No other file spells one. Architecture ``dflash``, keys and tensors as upstream's
+``conversion/qwen.py:DFlashModel`` writes them and ``src/models/dflash.cpp`` loads them. Shapes are in
+numpy order (slowest dimension first); a GGUF file stores them reversed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Final
+
+__all__ = [
+    "ALIGNMENT",
+    "ARCHITECTURE",
+    "FORMAT_REVISION",
+    "MAGIC",
+    "QUANTIZATION_VERSION",
+    "SUPPORTED_VERSIONS",
+    "VERSION",
+    "DraftShape",
+    "FileType",
+    "GGMLType",
+    "Key",
+    "Role",
+    "TensorSpec",
+    "TokenType",
+    "ValueType",
+    "arch_key",
+    "draft_tensors",
+    "tensor_name",
+]
+
+MAGIC: Final = b"GGUF"
+VERSION: Final = 3
+SUPPORTED_VERSIONS: Final = (2, 3)
+ALIGNMENT: Final = 32
+QUANTIZATION_VERSION: Final = 2
+ARCHITECTURE: Final = "dflash"
+
+# raised when the meaning of a file written by this project changes; upstream ignores the key
+FORMAT_REVISION: Final = 1
+
+
+class ValueType(IntEnum):
+    """Type of a metadata value, ``gguf_type`` of ggml."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+class GGMLType(IntEnum):
+    """Tensor types this project can write; values are ``ggml_type``."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
+    BF16 = 30
+
+    @property
+    def block_size(self) -> int:
+        """Weights per block; rows must be a multiple of it."""
+        return _BLOCKS[self][0]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block."""
+        return _BLOCKS[self][1]
+
+    @property
+    def is_quantized(self) -> bool:
+        """False for the three float types."""
+        return self.block_size > 1
+
+    def row_bytes(self, n_cols: int) -> int:
+        """Bytes of a row of ``n_cols`` weights (a multiple of the block size)."""
+        return n_cols // self.block_size * self.block_bytes
+
+
+# weights per block, bytes per block
+_BLOCKS: Final = {
+    GGMLType.F32: (1, 4),
+    GGMLType.F16: (1, 2),
+    GGMLType.Q4_0: (32, 18),
+    GGMLType.Q4_1: (32, 20),
+    GGMLType.Q5_0: (32, 22),
+    GGMLType.Q5_1: (32, 24),
+    GGMLType.Q8_0: (32, 34),
+    GGMLType.Q2_K: (256, 84),
+    GGMLType.Q3_K: (256, 110),
+    GGMLType.Q4_K: (256, 144),
+    GGMLType.Q5_K: (256, 176),
+    GGMLType.Q6_K: (256, 210),
+    GGMLType.IQ4_NL: (32, 18),
+    GGMLType.IQ4_XS: (256, 136),
+    GGMLType.BF16: (1, 2),
+}
+
+
+class FileType(IntEnum):
+    """``general.file_type``, ``llama_ftype`` of llama.h."""
+
+    ALL_F32 = 0
+    MOSTLY_F16 = 1
+    MOSTLY_Q4_0 = 2
+    MOSTLY_Q4_1 = 3
+    MOSTLY_Q8_0 = 7
+    MOSTLY_Q5_0 = 8
+    MOSTLY_Q5_1 = 9
+    MOSTLY_Q2_K = 10
+    MOSTLY_Q3_K_M = 12
+    MOSTLY_Q4_K_M = 15
+    MOSTLY_Q5_K_M = 17
+    MOSTLY_Q6_K = 18
+    MOSTLY_IQ4_NL = 25
+    MOSTLY_IQ4_XS = 30
+    MOSTLY_BF16 = 32
+
+
+class TokenType(IntEnum):
+    """``tokenizer.ggml.token_type`` entries."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def arch_key(field: str, *, arch: str = ARCHITECTURE) -> str:
+    """Full key of a per-architecture field, such as ``dflash.block_count``."""
+    return f"{arch}.{field}"
+
+
+class Key:
+    """Metadata keys. ``Key.Arch`` holds fields that are prefixed by an architecture, see arch_key."""
+
+    ARCHITECTURE = "general.architecture"
+    TYPE = "general.type"
+    NAME = "general.name"
+    SIZE_LABEL = "general.size_label"
+    LICENSE = "general.license"
+    LICENSE_NAME = "general.license.name"
+    LICENSE_LINK = "general.license.link"
+    SOURCE_REPO_URL = "general.source.repo_url"
+    FILE_TYPE = "general.file_type"
+    QUANTIZATION_VERSION = "general.quantization_version"
+    ALIGNMENT = "general.alignment"
+
+    SPLIT_NO = "split.no"
+    SPLIT_COUNT = "split.count"
+
+    TOKENIZER_PREFIX = "tokenizer."
+    TOKENIZER_MODEL = "tokenizer.ggml.model"
+    TOKENIZER_PRE = "tokenizer.ggml.pre"
+    TOKENS = "tokenizer.ggml.tokens"
+    TOKEN_TYPES = "tokenizer.ggml.token_type"
+    MERGES = "tokenizer.ggml.merges"
+    MASK_TOKEN_ID = "tokenizer.ggml.mask_token_id"
+    CHAT_TEMPLATE = "tokenizer.chat_template"
+    CHAT_TEMPLATES = "tokenizer.chat_templates"
+
+    # special token kinds of a Hugging Face tokenizer -> keys
+    SPECIAL_TOKEN_IDS: Final = {
+        "bos": "tokenizer.ggml.bos_token_id",
+        "eos": "tokenizer.ggml.eos_token_id",
+        "eot": "tokenizer.ggml.eot_token_id",
+        "eom": "tokenizer.ggml.eom_token_id",
+        "unk": "tokenizer.ggml.unknown_token_id",
+        "sep": "tokenizer.ggml.seperator_token_id",
+        "pad": "tokenizer.ggml.padding_token_id",
+        "mask": "tokenizer.ggml.mask_token_id",
+    }
+    ADD_SPECIAL: Final = {
+        "bos": "tokenizer.ggml.add_bos_token",
+        "eos": "tokenizer.ggml.add_eos_token",
+        "sep": "tokenizer.ggml.add_sep_token",
+    }
+
+    # ours, ignored by upstream: where the file came from
+    FORMAT = "dflash2.format"
+    PRESET = "dflash2.preset"
+    SOURCE_NAME = "dflash2.source.name"
+    SOURCE_REVISION = "dflash2.source.revision"
+    SOURCE_FILES = "dflash2.source.files"
+    SOURCE_SHA256 = "dflash2.source.sha256"
+    SOURCE_ROPE = "dflash2.source.rope_freq_base"
+    TARGET_NAME = "dflash2.target.name"
+    TARGET_ARCHITECTURE = "dflash2.target.architecture"
+    TARGET_BLOCK_COUNT = "dflash2.target.block_count"
+
+    class Arch:
+        """Fields that follow an architecture name."""
+
+        BLOCK_COUNT = "block_count"
+        NEXTN_LAYERS = "nextn_predict_layers"
+        CONTEXT_LENGTH = "context_length"
+        EMBEDDING_LENGTH = "embedding_length"
+        FEED_FORWARD_LENGTH = "feed_forward_length"
+        HEAD_COUNT = "attention.head_count"
+        HEAD_COUNT_KV = "attention.head_count_kv"
+        KEY_LENGTH = "attention.key_length"
+        VALUE_LENGTH = "attention.value_length"
+        RMS_EPS = "attention.layer_norm_rms_epsilon"
+        CAUSAL = "attention.causal"
+        SLIDING_WINDOW = "attention.sliding_window"
+        SLIDING_WINDOW_PATTERN = "attention.sliding_window_pattern"
+        VALUE_SCALE = "attention.value_scale"
+        ROPE_FREQ_BASE = "rope.freq_base"
+        ROPE_DIMENSION_COUNT = "rope.dimension_count"
+        ROPE_DIMENSION_SECTIONS = "rope.dimension_sections"
+        ROPE_SCALING_TYPE = "rope.scaling.type"
+        ROPE_SCALING_FACTOR = "rope.scaling.factor"
+        ROPE_SCALING_ORIG_CTX = "rope.scaling.original_context_length"
+        YARN_EXT_FACTOR = "rope.scaling.yarn_ext_factor"
+        YARN_ATTN_FACTOR = "rope.scaling.yarn_attn_factor"
+        YARN_BETA_FAST = "rope.scaling.yarn_beta_fast"
+        YARN_BETA_SLOW = "rope.scaling.yarn_beta_slow"
+        BLOCK_SIZE = "block_size"
+        CONV_KERNEL_SIZE = "conv_kernel_size"
+        CONV_GROUP_SIZE = "conv_group_size"
+        SELECTOR_RANK = "selector_rank"
+        SELECTOR_TOP_K = "selector_top_k"
+        TARGET_LAYERS = "target_layers"
+        LOGIT_SCALE = "logit_scale"
+        FINAL_LOGIT_SOFTCAPPING = "final_logit_softcapping"
+        EMBEDDING_SCALE = "embedding_scale"
+
+
+class Role(str, Enum):
+    """What a tensor does in the drafter; presets choose types by role, never by name."""
+
+    TOKEN_EMBD = "token_embd"
+    OUTPUT = "output"
+    FC = "fc"
+    SELECTOR_HIDDEN = "selector_hidden"
+    SELECTOR_PREDECESSOR = "selector_predecessor"
+    SELECTOR_SUCCESSOR = "selector_successor"
+    NORM = "norm"
+    ATTN_Q = "attn_q"
+    ATTN_K = "attn_k"
+    ATTN_V = "attn_v"
+    ATTN_OUTPUT = "attn_output"
+    FFN_GATE = "ffn_gate"
+    FFN_UP = "ffn_up"
+    FFN_DOWN = "ffn_down"
+    CONV_BASE = "conv_base"
+    ATTN_CONV_PROJ = "attn_conv_proj"
+    FFN_CONV_PROJ = "ffn_conv_proj"
+
+    @property
+    def always_f32(self) -> bool:
+        """Norms and conv bases are tiny and upstream's graph expects them in F32."""
+        return self in (Role.NORM, Role.CONV_BASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftShape:
+    """The numbers that fix every tensor shape of a DFlash 2 drafter."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_vocab: int
+    n_tap: int
+    conv_kernel: int
+    conv_group: int
+    selector_rank: int
+    own_embeddings: bool = False
+    own_head: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a drafter: its name here, its name in a checkpoint, its shape and role."""
+
+    name: str
+    hf_name: str
+    shape: tuple[int, ...]
+    role: Role
+    layer: int | None = None
+
+    @property
+    def rope_rows(self) -> bool:
+        """True where the head dimension is rotated: q, k and their norms."""
+        return self.name.endswith(_ROTATED)
+
+
+_ROTATED: Final = ("attn_q.weight", "attn_k.weight", "attn_q_norm.weight", "attn_k_norm.weight")
+
+_GLOBAL: Final = {
+    "embed_tokens.weight": "token_embd.weight",
+    "lm_head.weight": "output.weight",
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+
+_LAYER: Final = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+}
+
+
+def tensor_name(hf_name: str) -> str | None:
+    """GGUF name of a checkpoint tensor (without ``model.`` prefix), None if it has none."""
+    if hf_name in _GLOBAL:
+        return _GLOBAL[hf_name]
+    head, _, rest = hf_name.partition(".")
+    layer, _, tail = rest.partition(".")
+    if head != "layers" or not layer.isdecimal() or tail not in _LAYER:
+        return None
+    return f"blk.{int(layer)}.{_LAYER[tail]}"
+
+
+def _global(hf_name: str, role: Role, *shape: int) -> TensorSpec:
+    return TensorSpec(name=_GLOBAL[hf_name], hf_name=hf_name, shape=shape, role=role)
+
+
+def _global_tensors(s: DraftShape) -> list[TensorSpec]:
+    own = []
+    if s.own_embeddings:
+        # without a head of its own the drafter uses its embeddings as head
+        role = Role.TOKEN_EMBD if s.own_head else Role.OUTPUT
+        own.append(_global("embed_tokens.weight", role, s.n_vocab, s.n_embd))
+    if s.own_head:
+        own.append(_global("lm_head.weight", Role.OUTPUT, s.n_vocab, s.n_embd))
+    selector = "candidate_selector"
+    return [
+        *own,
+        _global("fc.weight", Role.FC, s.n_embd, s.n_tap * s.n_embd),
+        _global("hidden_norm.weight", Role.NORM, s.n_embd),
+        _global("norm.weight", Role.NORM, s.n_embd),
+        _global(
+            f"{selector}.hidden_projection.weight", Role.SELECTOR_HIDDEN, s.selector_rank, s.n_embd
+        ),
+        _global(
+            f"{selector}.predecessor_codebook",
+            Role.SELECTOR_PREDECESSOR,
+            s.n_vocab,
+            s.selector_rank,
+        ),
+        _global(
+            f"{selector}.successor_codebook", Role.SELECTOR_SUCCESSOR, s.n_vocab, s.selector_rank
+        ),
+    ]
+
+
+def _layer_tensors(s: DraftShape, layer: int) -> list[TensorSpec]:
+    q, kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
+    base = (2, s.conv_kernel, s.n_embd)
+    projected = 2 * s.conv_kernel * (s.n_embd // s.conv_group)
+    rows: list[tuple[str, Role, tuple[int, ...]]] = [
+        ("input_layernorm.weight", Role.NORM, (s.n_embd,)),
+        ("self_attn.q_proj.weight", Role.ATTN_Q, (q, s.n_embd)),
+        ("self_attn.k_proj.weight", Role.ATTN_K, (kv, s.n_embd)),
+        ("self_attn.v_proj.weight", Role.ATTN_V, (kv, s.n_embd)),
+        ("self_attn.o_proj.weight", Role.ATTN_OUTPUT, (s.n_embd, q)),
+        ("self_attn.q_norm.weight", Role.NORM, (s.head_dim,)),
+        ("self_attn.k_norm.weight", Role.NORM, (s.head_dim,)),
+        ("attention_conv.base_kernel", Role.CONV_BASE, base),
+        (
+            "attention_conv.kernel_projection.weight",
+            Role.ATTN_CONV_PROJ,
+            (projected, s.n_embd),
+        ),
+        ("post_attention_layernorm.weight", Role.NORM, (s.n_embd,)),
+        ("mlp.gate_proj.weight", Role.FFN_GATE, (s.n_ff, s.n_embd)),
+        ("mlp.up_proj.weight", Role.FFN_UP, (s.n_ff, s.n_embd)),
+        ("mlp.down_proj.weight", Role.FFN_DOWN, (s.n_embd, s.n_ff)),
+        ("mlp_conv.base_kernel", Role.CONV_BASE, base),
+        ("mlp_conv.kernel_projection.weight", Role.FFN_CONV_PROJ, (projected, s.n_embd)),
+    ]
+    return [
+        TensorSpec(
+            name=f"blk.{layer}.{_LAYER[tail]}",
+            hf_name=f"layers.{layer}.{tail}",
+            shape=shape,
+            role=role,
+            layer=layer,
+        )
+        for tail, role, shape in rows
+    ]
+
+
+def draft_tensors(shape: DraftShape) -> tuple[TensorSpec, ...]:
+    """All tensors of a drafter of this shape, in file order: the globals, then layer by layer."""
+    layers = [t for layer in range(shape.n_layer) for t in _layer_tensors(shape, layer)]
+    return (*_global_tensors(shape), *layers)

@@ -1,0 +1,1 @@
+"""Quantization recipes as TOML files, read by ``dflash2_gguf.presets``."""
