@@ -26,7 +26,7 @@ from dflash2_gguf.sampling import VERIFIERS, SamplingParams
 from dflash2_gguf.stats import DRAFT_FAILURES, Memory, Stats
 from dflash2_gguf.vocab import Vocab
 
-__all__ = ["Aborted", "Engine", "EngineOptions", "Step", "physical_cores"]
+__all__ = ["Aborted", "Engine", "EngineOptions", "Step", "echo_log", "physical_cores"]
 
 _DEFAULT_CTX = 8192
 _RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED
@@ -186,6 +186,11 @@ class Engine:
         return min(_DEFAULT_CTX, trained)
 
 
+def echo_log() -> None:
+    """Print llama.cpp's log to stderr from now on."""
+    api().log.echo = True
+
+
 def physical_cores() -> int:
     """Cores this process may use, hyper-threads counted once (as llama.cpp's own tools do)."""
     try:
@@ -234,6 +239,7 @@ def _stats_from(raw: StatsStruct) -> Stats:
         "n_draft_passes",
         "n_drafted",
         "n_accepted",
+        "n_prompt_sampled",
     )
     times = ("prompt", "inject", "draft", "verify", "sample")
     return Stats(

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dflash2_gguf.engine import Aborted, Engine, EngineOptions, Step
+from dflash2_gguf.engine import Aborted, Engine, EngineOptions, Step, echo_log
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.models import Progress
 from dflash2_gguf.sampling import SamplingParams
@@ -62,11 +62,13 @@ class Session:
         draft_max: int | None = None,
         chat_template: str | None = None,
         on_progress: Progress | None = None,
+        verbose: bool = False,
     ) -> None:
         """Load the models.
 
         The numbers are explained at ``EngineOptions``. ``chat_template`` replaces the target's own;
-        ``on_progress`` is called with 0..1 while its weights are read.
+        ``on_progress`` is called with 0..1 while its weights are read. ``verbose`` prints
+        llama.cpp's log to stderr, for this and all later sessions of the process.
         """
         options = EngineOptions(
             n_ctx=n_ctx,
@@ -75,6 +77,8 @@ class Session:
             n_threads=n_threads,
             draft_max=draft_max,
         )
+        if verbose:
+            echo_log()
         draft_path = None if draft is None else Path(draft)
         self._engine: Engine | None = Engine(
             Path(target), draft_path, options, on_progress=on_progress

@@ -10,6 +10,15 @@ __all__ = ["DRAFT_FAILURES", "Memory", "Stats"]
 # order of enum dflash2_draft_failure in dflash2.h
 DRAFT_FAILURES = ("cache", "compute", "values")
 
+_FAILURE_TEXT = {
+    "cache": "the draft cache was full",
+    "compute": "the draft pass failed",
+    "values": "the drafter returned unusable values",
+}
+# a matching drafter, however bad, is right now and then; one of another model is not
+_ENOUGH_DRAFTED = 128
+_HARDLY_ACCEPTED = 0.01
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
@@ -64,8 +73,23 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens per second of ``decode_seconds``."""
-        return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
+        """Tokens of verification steps per second of ``decode_seconds``."""
+        tokens = self.n_generated - self.n_prompt_sampled
+        return tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know about the drafter: failed drafts, drafts that are never accepted."""
+        found = [
+            f"{count} steps had no draft ({_FAILURE_TEXT[reason]})"
+            for reason, count in self.draft_failures.items()
+            if count
+        ]
+        if self.n_drafted >= _ENOUGH_DRAFTED and self.acceptance_rate < _HARDLY_ACCEPTED:
+            found.append(
+                f"{self.n_accepted} of {self.n_drafted} drafted tokens were accepted; "
+                "is it the drafter of this target?"
+            )
+        return tuple(found)
 
     def since(self, earlier: Stats) -> Stats:
         """The difference to an earlier reading of the same counters."""

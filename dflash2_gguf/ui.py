@@ -1,0 +1,104 @@
+"""The terminal: answers on stdout, everything else on stderr, plain text where nobody is looking.
+
+The only module that imports rich, and only when stderr is a terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from dflash2_gguf.errors import DFlash2Error
+
+__all__ = ["Terminal"]
+
+_STYLES = {"error": "bold red", "warning": "yellow", "hint": "cyan", "note": "dim"}
+
+
+class Terminal:
+    """Standard streams of the process; decides once whether they are for eyes."""
+
+    def __init__(self) -> None:
+        self.is_interactive = sys.stdin.isatty()
+        self._styled = sys.stderr.isatty()
+
+    def write(self, text: str) -> None:
+        """Answer text, visible at once."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def read_line(self, prompt: str) -> str | None:
+        """The next line without its end; None at the end of input."""
+        if self.is_interactive and sys.stdout.isatty():
+            return _read_edited(prompt)
+        if self.is_interactive:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        return line.rstrip("\r\n") if line else None
+
+    def error(self, error: DFlash2Error) -> None:
+        """One line for the message, one for the hint."""
+        self._say("error", error.message)
+        if error.hint:
+            self._say("hint", error.hint)
+
+    def warning(self, text: str) -> None:
+        """Something the user should know, which stops nothing."""
+        self._say("warning", text)
+
+    def note(self, text: str) -> None:
+        """A remark for a reader of the terminal."""
+        self._say("note", text, label=False)
+
+    def table(self, rows: Mapping[str, str]) -> None:
+        """Names and values, one a line."""
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            self._say("note", f"{name:<{width}}  {value}", label=False)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[[float], None]]:
+        """A bar for a task that reports 0..1; nothing in a pipe."""
+        if not self._styled:
+            yield _ignore
+            return
+        from rich.progress import Progress
+
+        with Progress(console=_console(), transient=True) as bar:
+            task = bar.add_task(label, total=1.0)
+            yield lambda fraction: bar.update(task, completed=fraction)
+
+    def _say(self, kind: str, text: str, *, label: bool = True) -> None:
+        start = f"{kind}: " if label else ""
+        if not self._styled:
+            print(start + text, file=sys.stderr, flush=True)
+            return
+        from rich.text import Text
+
+        line = Text(start, style=_STYLES[kind])
+        line.append(text, style="" if label else _STYLES[kind])
+        _console().print(line, soft_wrap=True)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def _ignore(_fraction: float) -> None:
+    """Progress that nobody sees."""
+
+
+def _read_edited(prompt: str) -> str | None:
+    try:
+        import readline  # noqa: F401  # gives input() a line editor
+    except ImportError:
+        pass  # Windows: the console edits lines itself
+    try:
+        return input(prompt)
+    except EOFError:
+        print(file=sys.stderr)
+        return None
