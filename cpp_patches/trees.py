@@ -22,11 +22,13 @@ __all__ = [
     "DOWNLOADS",
     "PATCHED",
     "PRISTINE",
+    "UnexportedError",
     "am",
     "apply",
     "create",
     "ensure",
     "export",
+    "has_work",
     "head",
     "is_dirty",
     "patch_name",
@@ -35,6 +37,7 @@ __all__ = [
     "remember",
     "series_id",
     "starts_at",
+    "state_id",
 ]
 
 BUILD = REPO / "build" / "llama.cpp"
@@ -139,22 +142,47 @@ def ensure(tree: Path, pin: Pin, series: Mapping[str, str]) -> None:
     create(tree, pin)
 
 
+class UnexportedError(PatchError):
+    """A tree has work that patches/ does not hold."""
+
+
 def refuse_unexported(tree: Path, series: Mapping[str, str]) -> None:
-    """Raise PatchError if ``tree`` has work that patches/ does not hold."""
+    """Raise UnexportedError if ``tree`` has work that patches/ does not hold."""
     if is_dirty(tree):
-        raise PatchError(
+        raise UnexportedError(
             f"{tree} has uncommitted changes",
             "commit them there and run `make patches-refresh`, or undo them",
         )
-    if head(tree) == _remembered(tree).get("head"):
-        return
-    lost = [name for name, text in export(tree).items() if series.get(name) != text]
+    lost = _unexported(tree, series)
     if lost:
-        raise PatchError(
+        raise UnexportedError(
             f"{tree} has commits that are not in patches/: {', '.join(lost)}",
             "run `make patches-refresh`, put them on top of the series with "
             "`patchtool.py apply --keep`, or drop them with `git reset` in that tree",
         )
+
+
+def _unexported(tree: Path, series: Mapping[str, str]) -> list[str]:
+    if head(tree) == _remembered(tree).get("head"):
+        return []
+    return [name for name, text in export(tree).items() if series.get(name) != text]
+
+
+def has_work(tree: Path, series: Mapping[str, str]) -> bool:
+    """Is there anything in ``tree`` that ``refuse_unexported`` would protect?"""
+    return is_dirty(tree) or bool(_unexported(tree, series))
+
+
+def state_id(tree: Path) -> str:
+    """Hash of the tracked content of ``tree`` as it is now, committed or not."""
+    content = git(tree, "rev-parse", "HEAD^{tree}") + git(
+        tree, "diff", "HEAD", "--binary", "--no-color"
+    )
+    untracked = git(tree, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+    digest = hashlib.sha256(content.encode("utf-8", "surrogateescape"))
+    for name in filter(None, untracked):
+        digest.update(name.encode("utf-8", "surrogateescape") + (tree / name).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def apply(tree: Path, pin: Pin, series: Mapping[str, str], *, keep: bool = False) -> bool:

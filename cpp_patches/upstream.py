@@ -106,6 +106,7 @@ def run(
     try:
         done = subprocess.run(
             command,
+            check=False,
             cwd=cwd,
             env=env,
             stdin=subprocess.DEVNULL,
