@@ -1,4 +1,4 @@
-"""Checkpoint to GGUF: source -> hparams -> tensors -> quantize -> writer -> verify, and the command line."""
+"""Checkpoint to GGUF: source -> hparams -> tensors -> quantize -> writer -> verify; cli."""
 
 from __future__ import annotations
 

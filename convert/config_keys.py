@@ -1,4 +1,4 @@
-"""Which keys a config.json may have, and which other drafter kinds are recognised and refused by name."""
+"""Which keys a config.json may have, and which other drafter kinds are refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _DRAFT_KEYS = {
     "partial_rotary_factor",
 }
 
-# keys whose other values this version does not convert: key -> (accepted values, what other values mean)
+# keys of which some values are not converted: key -> (accepted values, what others mean)
 _FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_sink_bias": ((False, None), "attention sinks"),
     "sample_from_anchor": ((False, None), "DSpark's sampling from the anchor"),
@@ -113,7 +113,7 @@ _ONLY_DFLASH2 = "this version converts DFlash 2 checkpoints (DFlash2DraftModel) 
 
 
 def refuse_other_variants(data: dict[str, Any]) -> None:
-    """Raise CheckpointError, naming the kind, when config.json is not that of a DFlash 2 drafter."""
+    """Raise CheckpointError, naming the kind, when this is not a DFlash 2 drafter."""
     kind = data.get("speculators_model_type")
     if kind is not None or "transformer_layer_config" in data:
         raise CheckpointError(f"this is a checkpoint in speculators format ({kind})", _ONLY_DFLASH2)
@@ -130,7 +130,7 @@ def refuse_other_variants(data: dict[str, Any]) -> None:
 
 
 def refuse_unsupported_values(data: dict[str, Any]) -> None:
-    """Raise CheckpointError for unknown ``dflash_config`` keys and for features that are not converted."""
+    """Raise CheckpointError for unknown ``dflash_config`` keys and unconverted features."""
     nested = data.get("dflash_config", {})
     known = _DRAFT_KEYS | set(_FIXED_KEYS)
     unknown = sorted(set(nested) - known)
@@ -138,7 +138,7 @@ def refuse_unsupported_values(data: dict[str, Any]) -> None:
         close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
         hint = f"did you mean {close[0]}?" if close else "it may change what the drafter computes"
         raise CheckpointError(
-            f"config.json: unknown dflash_config key{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
+            f"config.json: unknown in dflash_config: {', '.join(unknown)}",
             hint,
         )
     for key, (accepted, meaning) in _FIXED_KEYS.items():

@@ -1,4 +1,4 @@
-"""Typed reads from config.json; every wrong type becomes one CheckpointError that names key and value."""
+"""Typed reads from config.json; a wrong type is a CheckpointError that names key and value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Config:
         return self.data.get("dflash_config", {}).get(key)
 
     def draft(self, key: str) -> Any:
-        """``dflash_config[key]``, else the top-level key, else None (``dflash/model.py:_draft_value``)."""
+        """``dflash_config[key]``, else the top-level key, else None, as the reference does."""
         nested = self.data.get("dflash_config", {})
         return nested[key] if key in nested else self.data.get(key)
 

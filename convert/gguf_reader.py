@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: metadata and tensor table, every length checked before it is used.
+"""Read the header of a GGUF file: metadata and tensor table, every length checked first.
 
 Tensor data is never touched, so a 300 GB target costs what its tokenizer costs.
 """
@@ -34,7 +34,7 @@ _DOWNLOAD_HINT = "download or convert the file again"
 class TensorEntry:
     """One tensor of the table. ``shape`` in numpy order, ``offset`` in bytes into the data section.
 
-    ``type`` is a plain number where this project does not write that type, and then ``nbytes`` is 0.
+    ``type`` is a plain number, and ``nbytes`` 0, where this project does not write that type.
     """
 
     name: str

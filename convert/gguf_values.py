@@ -34,7 +34,7 @@ SCALARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A typed value. ``raw`` is the payload after the type; for arrays, after element type and count."""
+    """A typed value. ``raw`` is the payload after the type (arrays: and element type and count)."""
 
     type: ValueType
     raw: bytes

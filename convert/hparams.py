@@ -1,7 +1,7 @@
 """config.json of a DFlash 2 checkpoint, validated into one frozen dataclass.
 
-Nothing is guessed: a key inside ``dflash_config`` that this version does not know is an error, and so is a
-missing RoPE base. Defaults are those of the authors' reference (``dflash/model.py``).
+Nothing is guessed: a key inside ``dflash_config`` that this version does not know is an error, and
+so is a missing RoPE base. Defaults are those of the authors' reference (``dflash/model.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEFAULT_BLOCK_SIZE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class DraftHparams:
-    """What config.json says about a drafter. Layer ids are 0-based outputs, as in the checkpoint."""
+    """What config.json says about a drafter. Layer ids are 0-based outputs."""
 
     n_layer: int
     n_embd: int
@@ -89,7 +89,7 @@ class DraftHparams:
 
 
 def default_target_layer_ids(n_target: int, n_draft: int) -> tuple[int, ...]:
-    """Layers the reference reads when the config names none (``dflash/model.py:build_target_layer_ids``)."""
+    """Layers read when the config names none (``dflash/model.py:build_target_layer_ids``)."""
     if n_draft == 1:
         return (n_target // 2,)
     span = n_target - 4
@@ -99,8 +99,8 @@ def default_target_layer_ids(n_target: int, n_draft: int) -> tuple[int, ...]:
 def read_hparams(data: dict[str, Any]) -> DraftHparams:
     """Validate the content of config.json.
 
-    Raises CheckpointError for other drafter kinds (by name), unknown ``dflash_config`` keys, missing or
-    impossible values. Unknown top-level keys end up in ``warnings``.
+    Raises CheckpointError for other drafter kinds (by name), unknown ``dflash_config`` keys,
+    missing or impossible values. Unknown top-level keys end up in ``warnings``.
     """
     refuse_other_variants(data)
     refuse_unsupported_values(data)
@@ -259,13 +259,13 @@ def _check_layers(h: DraftHparams) -> None:
 def _check_selector(h: DraftHparams) -> None:
     if h.n_embd % h.conv_group:
         raise CheckpointError(
-            f"config.json: hidden_size {h.n_embd} is not a multiple of conv_group_size {h.conv_group}"
+            f"config.json: conv_group_size {h.conv_group} does not divide hidden_size {h.n_embd}"
         )
     lattice = h.selector_top_k * (h.selector_top_k + 1)
     if h.n_embd < lattice:
         raise CheckpointError(
-            f"config.json: hidden_size {h.n_embd} is too small for selector_top_k {h.selector_top_k}",
-            f"llama.cpp carries the candidates in a row of hidden_size, which must be at least {lattice}",
+            f"config.json: selector_top_k {h.selector_top_k} is too large for hidden {h.n_embd}",
+            f"llama.cpp carries the candidates in a row of that size, {lattice} are needed",
         )
 
 

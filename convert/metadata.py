@@ -55,7 +55,7 @@ def read_provenance(directory: Path, hparams: DraftHparams) -> Provenance:
 
 
 def _front_matter(path: Path) -> dict[str, str]:
-    """Plain ``key: value`` lines of a model card's YAML header; nested values are not needed here."""
+    """Plain ``key: value`` lines of a model card's YAML header; nested ones are not needed."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -89,11 +89,8 @@ def licence_warning(provenance: Provenance) -> str | None:
 
 def size_label(n_params: int) -> str:
     """Parameter count in upstream's words, such as 19M or 1.9B (``gguf/utility.py:size_label``)."""
-    for limit, scale, suffix in ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M")):
-        if n_params > limit:
-            break
-    else:
-        scale, suffix = 1e-3, "K"
+    units = ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M"), (-1, 1e-3, "K"))
+    scale, suffix = next((scale, suffix) for limit, scale, suffix in units if n_params > limit)
     scaled = n_params * scale
     digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
     return f"{scaled:.{digits}f}{suffix}"
@@ -109,7 +106,7 @@ def build_metadata(
     files: Sequence[str],
     hashes: dict[str, str] | None = None,
 ) -> dict[str, Value]:
-    """All key-value pairs. Without ``hashes`` the source's sha256 is filled with zeros of the same length."""
+    """All key-value pairs. Without ``hashes``, zeros hold the place of the source's sha256."""
     return {
         **dict(_general(provenance, n_params)),
         **dict(_architecture(hparams, preset)),

@@ -1,4 +1,4 @@
-"""A conversion from start to end: plan everything, then read the source once and write all outputs."""
+"""A whole conversion: plan everything, then read the source once and write all outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dflash2_gguf.convert.writer import (
 from dflash2_gguf.errors import CheckpointError, UsageError
 from dflash2_gguf.presets import Choice, Preset, choose_type
 
-__all__ = ["OutputPlan", "Plan", "make_plan", "run"]
+__all__ = ["OutputPlan", "Plan", "check_outputs", "make_plan", "run"]
 
 # source bytes converted at a time; several times as much is alive as floats and temporaries
 _PIECE_BYTES = 4 << 20
@@ -64,7 +64,7 @@ class OutputPlan:
                 key = (choice.wanted.name, choice.type.name, tensor.n_cols)
                 seen[key] = seen.get(key, 0) + 1
         return [
-            f"{count} tensors {got} instead of {wanted}: rows of {cols} do not fit its blocks"
+            f"{got} instead of {wanted} for {count} tensor{'s' * (count > 1)} with rows of {cols}"
             for (wanted, got, cols), count in seen.items()
         ]
 
@@ -106,11 +106,13 @@ def _count(tensors: Sequence[PlannedTensor]) -> int:
 
 
 def make_plan(
-    source: Path, target_path: Path, outputs: Sequence[tuple[Preset, Path]], *, force: bool
+    source: Path,
+    target_path: Path,
+    outputs: Sequence[tuple[Preset, Path]],
 ) -> Plan:
-    """Check source, target and destinations, and decide the type of every tensor; writes nothing.
+    """Check source and target, and decide the type of every tensor; writes nothing.
 
-    Raises CheckpointError, PairError, UsageError or OutputError.
+    Raises CheckpointError, PairError, or UsageError when an output is one of the inputs.
     """
     checkpoint = open_checkpoint(source)
     hparams = read_hparams(read_json(source / "config.json"))
@@ -128,7 +130,7 @@ def make_plan(
         outputs=tuple(_plan_output(preset, path, hparams, tensors) for preset, path in outputs),
         warnings=(*hparams.warnings, *([warning] if warning else [])),
     )
-    _check_outputs(plan, target_path, force)
+    _refuse_inputs_as_outputs(plan, target_path)
     return plan
 
 
@@ -143,11 +145,16 @@ def _plan_output(
     return OutputPlan(path=path, preset=preset, choices=choices, nbytes=nbytes)
 
 
-def _check_outputs(plan: Plan, target_path: Path, force: bool) -> None:
+def _refuse_inputs_as_outputs(plan: Plan, target_path: Path) -> None:
     inputs = [target_path, *(plan.checkpoint.directory / name for name in plan.checkpoint.files)]
     for output in plan.outputs:
         if output.path.exists() and any(output.path.samefile(path) for path in inputs):
             raise UsageError(f"{output.path} is an input of this conversion")
+
+
+def check_outputs(plan: Plan, *, force: bool) -> None:
+    """Raise OutputError for destinations that exist, lack a folder, or do not fit on the disk."""
+    for output in plan.outputs:
         check_destination(output.path, force=force)
     sizes = {
         output.path: file_bytes(plan.metadata(output), _output_tensors(plan, output))

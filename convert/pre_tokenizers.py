@@ -1,7 +1,8 @@
 """Which of llama.cpp's pre-tokenizers (``tokenizer.ggml.pre``) a tokenizer.json asks for.
 
-Several of llama.cpp's names share one regular expression and differ in flags only (``src/llama-vocab.cpp``), so a
-match needs the expression, ``ignore_merges`` and the model family. Anything else is unknown, never guessed.
+Several of llama.cpp's names share one regular expression and differ in flags only
+(``src/llama-vocab.cpp``), so a match needs the expression, ``ignore_merges`` and the model family.
+Anything else is unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ _QWEN35 = _CONTRACTIONS + _START + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+
 _LLAMA3 = _CONTRACTIONS + _START + r"\p{L}+|\p{N}{1,3}|" + _TAIL
 _GPT4O = (
     f"{_START}{_UPPER}*{_LOWER}+{_CASED}|{_START}{_UPPER}+{_LOWER}*{_CASED}|"
-    + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
-    + _LINES
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _LINES
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """A pre-tokenizer: its steps as (kind, detail), the flag, and the model families that use it."""
+    """A pre-tokenizer: steps as (kind, detail), the flag, and the model families that use it."""
 
     name: str
     steps: tuple[tuple[str, str], ...]

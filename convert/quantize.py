@@ -1,7 +1,7 @@
 """Weights from checkpoint types to GGUF types, a few rows at a time.
 
-Floats are converted by numpy on bit views; quantized types by ggml's own ``ggml_quantize_chunk`` without
-importance matrix, so the bytes are those of ``llama-quantize``.
+Floats are converted by numpy on bit views; quantized types by ggml's own ``ggml_quantize_chunk``
+without importance matrix, so the bytes are those of ``llama-quantize``.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def rope_halves(values: Floats, head_dim: int) -> Floats:
 def encode_rows(values: Floats, kind: GGMLType, name: str) -> Bytes:
     """Bytes of rows [n, cols] as ``kind``.
 
-    Raises CheckpointError naming the tensor when a value does not fit a 16-bit float, NativeError when ggml is
-    needed and missing.
+    Raises CheckpointError naming the tensor when a value does not fit a 16-bit float, NativeError
+    when ggml is needed and missing.
     """
     if kind is GGMLType.F32:
         return np.ascontiguousarray(values, dtype="<f4").view(np.uint8).reshape(-1)

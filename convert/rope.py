@@ -29,7 +29,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """``origin`` says where in config.json the base was found; ``dims`` < head_dim is partial rotation."""
+    """``origin`` says where the base was found; ``dims`` < head_dim is partial rotation."""
 
     freq_base: float
     origin: str
@@ -40,7 +40,7 @@ class Rope:
 
 
 def read_rope(config: Config, head_dim: int) -> Rope:
-    """Read RoPE facts. CheckpointError when the base is missing or stands in two places that differ."""
+    """Read RoPE facts; CheckpointError when the base is missing or given twice and differently."""
     origin, parameters = _parameters(config)
     base, base_origin = _freq_base(config, origin, parameters)
     interleaved = not _neox(config)
@@ -121,7 +121,7 @@ def _dimensions(config: Config, parameters: dict[str, Any], head_dim: int) -> tu
         return head_dim, False
     if len(set(given.values())) > 1:
         raise CheckpointError(
-            f"config.json contradicts itself: rope_dim = {dims} and partial_rotary_factor = {factor}"
+            f"config.json contradicts itself: rope_dim {dims}, partial_rotary_factor {factor}"
         )
     result = next(iter(given.values()))
     if not 0 < result <= head_dim or result % 2:

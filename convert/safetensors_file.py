@@ -1,7 +1,7 @@
 """The header of a safetensors file, read without trusting any number in it.
 
-Format (safetensors README): u64 header length, a JSON object of {name: {dtype, shape, data_offsets}}, then
-the data. Offsets must cover the data without overlap and without holes.
+Format (safetensors README): u64 header length, a JSON object of {name: {dtype, shape,
+data_offsets}}, then the data. Offsets must cover the data without overlap and without holes.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _entry(path: Path, name: str, value: Any) -> StoredTensor:
     if end - begin != nbytes:
         raise _broken(
             path,
-            f"tensor {name!r} ({dtype} {shape}) needs {nbytes} bytes, its offsets give {end - begin}",
+            f"tensor {name!r} ({dtype} {shape}) needs {nbytes} bytes, not {end - begin}",
         )
     return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), begin=begin, nbytes=nbytes)
 

@@ -1,7 +1,7 @@
-"""A checkpoint directory: which files it has, which tensors, and one sequential pass over their bytes.
+"""A checkpoint directory: its files, its tensors, and one sequential pass over their bytes.
 
-Supported: ``model.safetensors``, shards listed by ``model.safetensors.index.json``, and (with torch)
-``pytorch_model.bin`` or a ``.pt`` file loaded with ``weights_only=True``.
+Supported: ``model.safetensors``, shards listed by ``model.safetensors.index.json``, and (with
+torch) ``pytorch_model.bin`` or a ``.pt`` file loaded with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HASH_BYTES = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
-    """A tensor of a checkpoint. ``name`` has no ``model.`` prefix, ``begin`` counts from the data start."""
+    """A tensor. ``name`` has no ``model.`` prefix, ``begin`` counts from the data start."""
 
     name: str
     stored_name: str
@@ -73,8 +73,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Read the headers of a checkpoint directory.
 
-    Raises CheckpointError for a directory without weights, a missing or broken shard, an index that points
-    outside the directory, or tensors the index does not list.
+    Raises CheckpointError for a directory without weights, a missing or broken shard, an index that
+    points outside the directory, or tensors the index does not list.
     """
     if not directory.is_dir():
         raise CheckpointError(
@@ -196,8 +196,8 @@ def read_source(
 ) -> dict[str, str]:
     """Read every file once from start to end, showing each tensor to ``visit``.
 
-    ``piece_bytes`` gives the size of the pieces a tensor is read in. Returns {file name: sha256 hex}.
-    Raises CheckpointError when a file ends early or changed since its header was read.
+    ``piece_bytes`` gives the size of the pieces a tensor is read in. Returns {file name: sha256
+    hex}. Raises CheckpointError when a file ends early or changed since its header was read.
     """
     read = _read_safetensors if checkpoint.kind == "safetensors" else _read_torch
     return {name: read(checkpoint, name, piece_bytes, visit) for name in checkpoint.files}

@@ -1,4 +1,4 @@
-"""Which checkpoint tensor becomes which GGUF tensor; missing, extra and foreign tensors are named."""
+"""Which checkpoint tensor becomes which GGUF tensor; missing and extra ones are named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """A tensor to write and where its values come from. ``rope_dim`` > 0: reorder heads of that size."""
+    """A tensor to write and its source. ``rope_dim`` > 0: reorder heads of that size."""
 
     spec: TensorSpec
     source: SourceTensor

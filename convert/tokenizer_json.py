@@ -1,7 +1,8 @@
 """Tokenizer metadata from a Hugging Face directory (``tokenizer.json``, byte-level BPE).
 
-The keys are those of upstream's ``conversion/base.py:_set_vocab_gpt2``. Upstream recognises a pre-tokenizer by
-hashing a test string; here its regular expressions are compared, which needs no tokenizer library.
+The keys are those of upstream's ``conversion/base.py:_set_vocab_gpt2``. Upstream recognises a
+pre-tokenizer by hashing a test string; here its regular expressions are compared, which needs no
+tokenizer library.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GGUF_HINT = "give the target's GGUF file with --target instead, its tokenizer is
 
 
 def read_tokenizer(path: Path, *, n_vocab: int, model_type: str) -> dict[str, Value]:
-    """Tokenizer keys for a vocabulary of ``n_vocab``; CheckpointError where they cannot be known."""
+    """Tokenizer keys for ``n_vocab`` tokens; CheckpointError where they cannot be known."""
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"there is no tokenizer.json in {path}", GGUF_HINT)
     data = read_json(path / "tokenizer.json")
@@ -71,7 +72,7 @@ def _place(tokens: list[str], types: list[int], index: Any, token: str, kind: To
 
 
 def _looks_special(token: str) -> bool:
-    """Control tokens that some models do not mark (``conversion/base.py:does_token_look_special``)."""
+    """Control tokens some models do not mark (``conversion/base.py:does_token_look_special``)."""
     return (
         token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (token.startswith("<|") and token.endswith("|>"))

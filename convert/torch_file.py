@@ -20,8 +20,8 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 def open_torch(path: Path) -> TorchState:
     """Map a ``.bin`` or ``.pt`` state dict without executing code from it.
 
-    Raises CheckpointError when torch is missing, the file cannot be read with ``weights_only=True`` or holds
-    anything but a flat dictionary of tensors.
+    Raises CheckpointError when torch is missing, the file cannot be read with ``weights_only=True``
+    or holds anything but a flat dictionary of tensors.
     """
     try:
         import torch

@@ -37,7 +37,7 @@ def verify_file(
     tensors: Sequence[_Tensor],
     offsets: Mapping[str, int],
 ) -> None:
-    """Raise OutputError when names, shapes, types, offsets, metadata or size differ from the plan."""
+    """Raise OutputError when names, shapes, types, offsets or metadata differ from the plan."""
     try:
         header = read_gguf(path)
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """Write a GGUF file so that it appears under its name complete, or not at all.
 
-A temporary file in the destination's folder gets the header and full length at once, tensor rows in any order,
-then the final header; it is synced, verified and renamed. Any exception removes it.
+A temporary file in the destination's folder gets the header and full length at once, tensor rows in
+any order, then the final header; it is synced, verified and renamed. Any exception removes it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_destination(path: Path, *, force: bool) -> None:
 
 
 def check_space(sizes: Mapping[Path, int]) -> None:
-    """Raise OutputError when the disks of these files have less free space than they need together."""
+    """Raise OutputError when a disk has less free space than its files need together."""
     needed: dict[int, int] = {}
     folders: dict[int, Path] = {}
     for path, size in sizes.items():
@@ -214,7 +214,7 @@ def _umask() -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable; some filesystems cannot, and the file is complete either way."""
+    """Make the rename itself durable; where that is impossible the file is still complete."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
 """The format contract: every GGUF key and tensor name this project writes or reads.
 
 No other file spells one. Architecture ``dflash``, keys and tensors as upstream's
-``conversion/qwen.py:DFlashModel`` writes them and ``src/models/dflash.cpp`` loads them. Shapes are in
-numpy order (slowest dimension first); a GGUF file stores them reversed.
+``conversion/qwen.py:DFlashModel`` writes them and ``src/models/dflash.cpp`` loads them. Shapes are
+in numpy order (slowest dimension first); a GGUF file stores them reversed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def arch_key(field: str, *, arch: str = ARCHITECTURE) -> str:
 
 
 class Key:
-    """Metadata keys. ``Key.Arch`` holds fields that are prefixed by an architecture, see arch_key."""
+    """Metadata keys. ``Key.Arch`` holds fields that follow an architecture, see arch_key."""
 
     ARCHITECTURE = "general.architecture"
     TYPE = "general.type"

@@ -1,7 +1,7 @@
 """Quantization recipes: which type every tensor of a drafter gets, and why.
 
-A recipe is a TOML file in ``quant_presets/``. Rules name roles (see ``gguf_schema.Role``), never tensors, so one
-recipe fits every drafter. Norms and conv bases are F32 whatever the recipe says.
+A recipe is a TOML file in ``quant_presets/``. Rules name roles (see ``gguf_schema.Role``), never
+tensors, so one recipe fits every drafter. Norms and conv bases are F32 whatever the recipe says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Choice", "Preset", "Rule", "choose_type", "load_preset", "preset_nam
 _PACKAGE = "dflash2_gguf.quant_presets"
 _LAYERS = ("all", "more_bits", "first_sixteenth", "first_eighth", "first_two")
 
-# llama-quantize's replacement when rows are not a multiple of 256 (src/llama-quant.cpp:tensor_type_fallback)
+# llama-quantize's replacements for rows that are not a multiple of 256 (src/llama-quant.cpp)
 _FALLBACK = {
     GGMLType.Q2_K: GGMLType.Q4_0,
     GGMLType.Q3_K: GGMLType.Q4_0,
@@ -37,7 +37,7 @@ _FALLBACK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Tensors of these roles, in these layers, in models with at least ``min_gqa``, get ``type``."""
+    """Tensors of these roles in these layers get ``type``, in models of at least ``min_gqa``."""
 
     roles: frozenset[Role]
     type: GGMLType
@@ -66,7 +66,7 @@ class Preset:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The type of one tensor. ``wanted`` differs from ``type`` where the shape forbids the recipe's type."""
+    """The type of one tensor; ``wanted`` is the recipe's, which the shape may forbid."""
 
     type: GGMLType
     wanted: GGMLType

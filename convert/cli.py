@@ -1,0 +1,193 @@
+"""``dflash2-convert``: options in, exit code out.
+
+Exit codes: 0 success, 1 error, 2 wrong usage, 130 interrupted, 143 terminated. stdout carries the
+paths of the files written, or JSON; everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from dflash2_gguf.errors import DFlash2Error, UsageError
+
+__all__ = ["main"]
+
+_Job = Callable[[], int]
+_COMMANDS = ("convert", "inspect", "presets")
+_PROGRAM = "dflash2-convert"
+
+
+class _Terminated(BaseException):
+    """The process was asked to end; carries the exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program with ``arguments`` (default: the process's) and return the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _end_cleanly_on_signals()
+        code = _parse(words)()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except _Terminated as ending:
+        return ending.code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except DFlash2Error as error:
+        return _report(error, verbose=_is_verbose(words))
+    except Exception as error:  # the last resort: users get one line, not a traceback
+        unexpected = DFlash2Error(
+            f"unexpected {type(error).__name__}: {error}", "-v shows where it happened"
+        )
+        unexpected.__cause__ = error
+        return _report(unexpected, verbose=_is_verbose(words))
+    return code
+
+
+def _end_cleanly_on_signals() -> None:
+    """Let SIGTERM and SIGHUP unwind the stack, so that temporary files are removed."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise _Terminated(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), end)
+
+
+def _is_verbose(words: Sequence[str]) -> bool:
+    return "-v" in words or "--verbose" in words
+
+
+def _report(error: DFlash2Error, *, verbose: bool) -> int:
+    from dflash2_gguf.convert.ui import Terminal
+
+    if verbose:
+        traceback.print_exception(error)
+    Terminal().error(error)
+    return error.exit_code
+
+
+def _parse(words: list[str]) -> _Job:
+    """The work that ``words`` ask for; help is printed already and leaves nothing."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.callback()(_program)
+    app.command("convert")(_convert)
+    app.command("inspect")(_inspect)
+    app.command("presets")(_presets)
+    try:
+        job = app(_with_command(words), prog_name=_PROGRAM, standalone_mode=False)
+    except _parser_error() as error:
+        raise UsageError(_first_lower(error), "--help lists the options") from error
+    return job if callable(job) else lambda: int(job or 0)
+
+
+def _with_command(words: list[str]) -> list[str]:
+    """The word ``convert`` may be left out."""
+    if not words:
+        return ["--help"]
+    return words if words[0] in (*_COMMANDS, "--help") else ["convert", *words]
+
+
+def _parser_error() -> type[Any]:
+    """click's base exception, which typer brings under different names in different versions."""
+    return next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _first_lower(error: Any) -> str:
+    text: str = error.format_message().rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _program() -> None:
+    """Convert DFlash 2 drafters to GGUF. The word `convert` may be left out."""
+
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Show every tensor, and tracebacks of errors.")
+]
+
+
+def _convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Checkpoint folder of the drafter (safetensors).")
+    ],
+    target: Annotated[
+        Path,
+        typer.Option(
+            "--target", metavar="T", help="The target: a GGUF file, or its Hugging Face folder."
+        ),
+    ],
+    preset: Annotated[
+        list[str],
+        typer.Option(
+            "--preset", metavar="P", help="Recipe, see `presets`; several are written at once."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="OUT", help="A .gguf file, or a folder.")
+    ] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything but the weights, write nothing.")
+    ] = False,
+    as_json: _Json = False,
+    verbose: _Verbose = False,
+) -> _Job:
+    """Convert a checkpoint to one or more GGUF files."""
+    from dflash2_gguf.convert.commands import ConvertRequest, convert
+    from dflash2_gguf.convert.ui import Terminal
+
+    request = ConvertRequest(
+        source=source,
+        target=target,
+        presets=tuple(preset),
+        output=output,
+        force=force,
+        dry_run=dry_run,
+        as_json=as_json,
+        verbose=verbose,
+    )
+    return partial(convert, request, Terminal())
+
+
+def _inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Checkpoint folder or GGUF file.")],
+    as_json: _Json = False,
+    verbose: _Verbose = False,
+) -> _Job:
+    """Print what a drafter is."""
+    from dflash2_gguf.convert.commands import show
+    from dflash2_gguf.convert.ui import Terminal
+
+    del verbose  # only tracebacks, which main prints
+    return partial(show, file, Terminal(), as_json=as_json)
+
+
+def _presets(as_json: _Json = False) -> _Job:
+    """List the recipes."""
+    from dflash2_gguf.convert.commands import list_presets
+    from dflash2_gguf.convert.ui import Terminal
+
+    return partial(list_presets, Terminal(), as_json=as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Facts and problems of a drafter's GGUF file, whoever converted it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+from dflash2_gguf.convert.gguf_reader import GGUFHeader
+from dflash2_gguf.convert.gguf_values import Scalar
+from dflash2_gguf.errors import CheckpointError
+from dflash2_gguf.gguf_schema import (
+    ARCHITECTURE,
+    DraftShape,
+    FileType,
+    GGMLType,
+    Key,
+    arch_key,
+    draft_tensors,
+)
+
+__all__ = ["gguf_facts"]
+
+_SHOWN = 5
+
+
+def gguf_facts(header: GGUFHeader) -> tuple[dict[str, Any], list[str]]:
+    """Facts by name and a list of problems; CheckpointError when it is not a DFlash drafter."""
+    arch = header.text(Key.ARCHITECTURE)
+    if arch != ARCHITECTURE:
+        raise CheckpointError(
+            f"{header.path} is a model of architecture {arch!r}, not a DFlash drafter",
+            "drafters made for forks have other names; convert the original checkpoint",
+        )
+    layers = _list(header, arch_key(Key.Arch.TARGET_LAYERS))
+    facts = {
+        **_identity(header),
+        **_weights(header),
+        **_shape(header),
+        **_behaviour(header, layers),
+        **_tokenizer(header),
+        **_origin(header),
+    }
+    return facts, _problems(header, facts)
+
+
+def _list(header: GGUFHeader, key: str) -> list[Scalar] | None:
+    value = header.values.get(key)
+    return None if value is None else value.items()
+
+
+def _identity(header: GGUFHeader) -> dict[str, Any]:
+    return {
+        "kind": f"{_kind(header)} drafter (GGUF version {header.version})",
+        "name": header.text(Key.NAME),
+        "license": header.text(Key.LICENSE),
+        "license_name": header.text(Key.LICENSE_NAME),
+        "license_link": header.text(Key.LICENSE_LINK),
+        "source_repo": header.text(Key.SOURCE_REPO_URL),
+        "source_revision": header.text(Key.SOURCE_REVISION),
+    }
+
+
+def _kind(header: GGUFHeader) -> str:
+    if any(name.startswith("markov_") for name in header.tensors):
+        return "DSpark"
+    has_selector = any(name.startswith("selector_") for name in header.tensors)
+    return "DFlash 2" if has_selector else "DFlash 1"
+
+
+def _weights(header: GGUFHeader) -> dict[str, Any]:
+    tensors = header.tensors.values()
+    kinds = Counter(t.type.name if isinstance(t.type, GGMLType) else str(t.type) for t in tensors)
+    file_type = header.integer(Key.FILE_TYPE)
+    known = {int(item): item.name.removeprefix("MOSTLY_") for item in FileType}
+    return {
+        "parameters": sum(prod(t.shape) for t in tensors),
+        "bytes": header.size,
+        "file_type": None if file_type is None else known.get(file_type, str(file_type)),
+        "tensors": len(header.tensors),
+        "tensor_types": dict(sorted(kinds.items())),
+        "own_embeddings": "token_embd.weight" in header.tensors,
+        "own_head": "output.weight" in header.tensors,
+    }
+
+
+def _head_dim(header: GGUFHeader) -> int | None:
+    given = header.integer(arch_key(Key.Arch.KEY_LENGTH))
+    hidden = header.integer(arch_key(Key.Arch.EMBEDDING_LENGTH))
+    heads = header.integer(arch_key(Key.Arch.HEAD_COUNT))
+    return given if given is not None or not hidden or not heads else hidden // heads
+
+
+def _shape(header: GGUFHeader) -> dict[str, Any]:
+    field = Key.Arch
+    tokens = header.values.get(Key.TOKENS)
+    return {
+        "layers": header.integer(arch_key(field.BLOCK_COUNT)),
+        "hidden_size": header.integer(arch_key(field.EMBEDDING_LENGTH)),
+        "feed_forward": header.integer(arch_key(field.FEED_FORWARD_LENGTH)),
+        "heads": header.integer(arch_key(field.HEAD_COUNT)),
+        "kv_heads": header.integer(arch_key(field.HEAD_COUNT_KV)),
+        "head_dim": _head_dim(header),
+        "vocabulary": None if tokens is None else tokens.count,
+        "context": header.integer(arch_key(field.CONTEXT_LENGTH)),
+        "norm_epsilon": header.scalar(arch_key(field.RMS_EPS)),
+    }
+
+
+def _behaviour(header: GGUFHeader, layers: list[Scalar] | None) -> dict[str, Any]:
+    field = Key.Arch
+    scaling = header.text(arch_key(field.ROPE_SCALING_TYPE))
+    factor = header.scalar(arch_key(field.ROPE_SCALING_FACTOR))
+    return {
+        "block_size": header.integer(arch_key(field.BLOCK_SIZE)),
+        "mask_token_id": header.integer(Key.MASK_TOKEN_ID),
+        "mask_token": _mask_token(header),
+        # the file counts layer inputs, people count layer outputs
+        "target_layers": None if layers is None else [int(i) - 1 for i in layers],
+        "target_layer_count": header.integer(Key.TARGET_BLOCK_COUNT),
+        "conv_kernel": header.integer(arch_key(field.CONV_KERNEL_SIZE)),
+        "conv_group": header.integer(arch_key(field.CONV_GROUP_SIZE)),
+        "selector_rank": header.integer(arch_key(field.SELECTOR_RANK)),
+        "selector_top_k": header.integer(arch_key(field.SELECTOR_TOP_K)),
+        "causal": header.scalar(arch_key(field.CAUSAL)),
+        "sliding_window": header.integer(arch_key(field.SLIDING_WINDOW)),
+        "sliding_layers": _list(header, arch_key(field.SLIDING_WINDOW_PATTERN)),
+        "rope_base": header.scalar(arch_key(field.ROPE_FREQ_BASE)),
+        "rope_base_from": header.text(Key.SOURCE_ROPE),
+        "rope_dims": header.integer(arch_key(field.ROPE_DIMENSION_COUNT)),
+        "rope_sections": _list(header, arch_key(field.ROPE_DIMENSION_SECTIONS)),
+        "rope_scaling": f"{scaling} x{factor:g}" if scaling and factor else None,
+        "output_multiplier": header.scalar(arch_key(field.LOGIT_SCALE)),
+        "softcap": header.scalar(arch_key(field.FINAL_LOGIT_SOFTCAPPING)),
+        "embedding_scale": header.scalar(arch_key(field.EMBEDDING_SCALE)),
+        "value_scale": header.scalar(arch_key(field.VALUE_SCALE)),
+    }
+
+
+def _mask_token(header: GGUFHeader) -> str | None:
+    index, tokens = header.integer(Key.MASK_TOKEN_ID), header.values.get(Key.TOKENS)
+    if index is None or tokens is None or not 0 <= index < tokens.count:
+        return None
+    return str(tokens.items()[index])
+
+
+def _tokenizer(header: GGUFHeader) -> dict[str, Any]:
+    return {
+        "tokenizer": header.text(Key.TOKENIZER_MODEL),
+        "pre_tokenizer": header.text(Key.TOKENIZER_PRE),
+    }
+
+
+def _origin(header: GGUFHeader) -> dict[str, Any]:
+    files, hashes = _list(header, Key.SOURCE_FILES), _list(header, Key.SOURCE_SHA256)
+    return {
+        "preset": header.text(Key.PRESET),
+        "source": header.text(Key.SOURCE_NAME),
+        "source_sha256": dict(zip(files or [], hashes or [], strict=False)),
+        "target": header.text(Key.TARGET_NAME),
+        "target_architecture": header.text(Key.TARGET_ARCHITECTURE),
+    }
+
+
+def _problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
+    """What makes llama.cpp refuse the file or draft badly without a word."""
+    problems = [
+        f"{name.replace('_', ' ')} is missing"
+        for name in ("block_size", "mask_token_id", "target_layers", "rope_base", "vocabulary")
+        if facts[name] is None
+    ]
+    if facts["causal"] is None:
+        problems.append("the file does not say whether attention is causal; convert it again")
+    if (facts["sliding_window"] is None) != (facts["sliding_layers"] is None):
+        problems.append("sliding window and per-layer pattern do not come together")
+    if facts["kind"].startswith("DFlash 2"):
+        problems += _tensor_problems(header, facts)
+    return problems
+
+
+def _tensor_problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
+    shape = _draft_shape(facts)
+    if shape is None:
+        return ["the numbers that fix the tensor shapes are incomplete"]
+    expected = {spec.name: spec.shape for spec in draft_tensors(shape)}
+    found = {tensor.name: tensor.shape for tensor in header.tensors.values()}
+    wrong = [name for name, size in expected.items() if found.get(name, size) != size]
+    lines = []
+    for what, names in (
+        ("missing", [name for name in expected if name not in found]),
+        ("unknown", [name for name in found if name not in expected]),
+        ("misshapen", wrong),
+    ):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            lines.append(f"{what} tensors: {', '.join(names[:_SHOWN])}{more}")
+    return lines
+
+
+def _draft_shape(facts: dict[str, Any]) -> DraftShape | None:
+    names = {
+        "n_layer": "layers",
+        "n_embd": "hidden_size",
+        "n_ff": "feed_forward",
+        "n_head": "heads",
+        "n_head_kv": "kv_heads",
+        "head_dim": "head_dim",
+        "n_vocab": "vocabulary",
+        "conv_kernel": "conv_kernel",
+        "conv_group": "conv_group",
+        "selector_rank": "selector_rank",
+    }
+    numbers = {name: facts[fact] for name, fact in names.items()}
+    if any(type(n) is not int or not 0 < n < 2**31 for n in numbers.values()):
+        return None
+    if facts["target_layers"] is None or numbers["n_layer"] > 1000:
+        return None
+    return DraftShape(
+        **numbers,
+        n_tap=len(facts["target_layers"]),
+        own_embeddings=facts["own_embeddings"],
+        own_head=facts["own_head"],
+    )
