@@ -1,6 +1,6 @@
-"""Building llama.cpp: our libraries from the patched tree, upstream's programs from the pristine one.
+"""Building llama.cpp: our libraries from the patched tree, upstream's programs from the pristine.
 
-A build is identified by a hash over all that goes into it; the same hash means there is nothing to do.
+A build is identified by a hash over all that goes into it; the same hash means nothing is to do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PEER_TARGETS = ("llama-server", "llama-quantize", "llama-speculative-simple", "t
 _OWN = REPO / "cpp_patches"
 _INJECTION = _OWN / "cmake" / "dflash2.cmake"
 _OFF = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
-# -march=x86-64-v3, what every x86 desktop since 2013 has. No OpenMP: its runtime comes with compilers.
+# about x86-64-v3, what x86 desktops have had since 2013; no OpenMP, whose runtime comes with gcc
 _PORTABLE = ("-DGGML_NATIVE=OFF", "-DGGML_OPENMP=OFF")
 
 # macro of the compiler -> name in /proc/cpuinfo
@@ -157,7 +157,7 @@ def _stamp(options: Options) -> str:
 
 
 def _cpu_id() -> str:
-    """Hash of what this CPU can do: objects compiled for it fit no other, which ccache does not know."""
+    """Hash of what this CPU can do: its objects fit no other CPU, which ccache does not know."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
@@ -245,7 +245,7 @@ def _compile(tree: Path, folder: str, flags: list[str], targets: list[str]) -> N
 
 
 def _forget_moved(build: Path, tree: Path, tools: _Tools) -> None:
-    """Delete a build folder that was configured for another place or generator; CMake would refuse it."""
+    """Delete a build folder configured for another place or generator; CMake would refuse it."""
     cache = build / "CMakeCache.txt"
     if not cache.is_file():
         return

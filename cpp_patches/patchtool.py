@@ -7,10 +7,11 @@ stdlib only, so that it runs before anything is installed. Data goes to stdout, 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import upkeep
 
 import native
 import series as stack
@@ -63,7 +64,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--peer", action="store_true", help="the unpatched pin's programs instead")
     build.set_defaults(run=_build)
+    fork = commands.add_parser("fork", help="leave a full patched llama.cpp tree in DIR")
+    fork.add_argument("dir", type=Path, metavar="DIR")
+    fork.set_defaults(run=_fork)
+    bump = commands.add_parser("bump", help="try the series on another version; move the pin to it")
+    bump.add_argument("version", help="of llama-cpp-python")
+    bump.add_argument("--commit", required=True, help="llama.cpp commit that the version vendors")
+    bump.add_argument("--try", dest="dry", action="store_true", help="report only, change nothing")
+    bump.set_defaults(run=_bump)
+    commands.add_parser("clean", help="delete build/ and dflash2_gguf/lib").set_defaults(run=_clean)
     return parser
+
+
+def _fork(arguments: argparse.Namespace) -> None:
+    upkeep.fork(arguments.dir.resolve())
+    _say("done", f"cmake -S {arguments.dir} -B {arguments.dir}/build, then build llama-server")
+
+
+def _bump(arguments: argparse.Namespace) -> int:
+    outcomes = upkeep.bump(arguments.version, arguments.commit, dry=arguments.dry)
+    for name, outcome in outcomes.items():
+        print(f"{name}: {outcome}")
+    failed = [name for name, outcome in outcomes.items() if outcome not in upkeep.GOOD]
+    if failed:
+        _say(
+            "error", f"{len(failed)} patches need work on {arguments.version}; nothing was changed"
+        )
+    elif not arguments.dry:
+        _say("done", "the pin is moved; run `make patches-check test`, and commit it on its own")
+    return 1 if failed else 0
+
+
+def _clean(_: argparse.Namespace) -> None:
+    upkeep.clean()
 
 
 def _build(arguments: argparse.Namespace) -> None:
@@ -126,9 +159,7 @@ def _check(_: argparse.Namespace) -> int:
 def _check_fresh(tree: Path, pin: Pin, series: dict[str, str]) -> list[str]:
     """Apply to a fresh copy of the pin; what does not apply, differs when exported, or could go."""
     trees.create(tree, pin)
-    errors = [
-        line for name, text in series.items() for line in _drop_when(stack.parse(name, text), tree)
-    ]
+    errors = [line for name, text in series.items() for line in stack.drop_errors(name, text, tree)]
     try:
         trees.apply(tree, pin, series)
     except PatchError as error:
@@ -139,21 +170,6 @@ def _check_fresh(tree: Path, pin: Pin, series: dict[str, str]) -> list[str]:
     if list(exported) != list(series) and not differing:
         errors.append("series: order or names differ from the re-export")
     return errors
-
-
-def _drop_when(patch: stack.Patch, tree: Path) -> list[str]:
-    """Run the patch's Drop-When in the unpatched tree: 1 keep, 0 drop, anything else is a mistake."""
-    command = patch.headers.get("Drop-When")
-    if not command:
-        return []  # the lint says so
-    done = subprocess.run(
-        ["sh", "-c", command], check=False, cwd=tree, capture_output=True, text=True
-    )
-    if done.returncode == 1:
-        return []
-    if done.returncode == 0:
-        return [f"{patch.name}: Drop-When is true, the patch is not needed any more"]
-    return [f"{patch.name}: Drop-When exits {done.returncode}: {done.stderr.strip()}"]
 
 
 def _stats(_: argparse.Namespace) -> None:

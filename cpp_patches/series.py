@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ __all__ = [
     "PATCHES",
     "Patch",
     "budget_errors",
+    "drop_errors",
     "lint",
     "parse",
     "read_series",
@@ -166,3 +168,18 @@ def budget_errors(patches: list[Patch], budget: Budget = BUDGET) -> list[str]:
     return [
         f"budget: {count} {what}, {limit} allowed" for what, count, limit in counts if count > limit
     ]
+
+
+def drop_errors(name: str, text: str, tree: Path) -> list[str]:
+    """Run the patch's Drop-When in an unpatched tree; anything but exit 1 (keep it) is an error."""
+    command = parse(name, text).headers.get("Drop-When")
+    if not command:
+        return []  # the lint says so
+    done = subprocess.run(
+        ["sh", "-c", command], check=False, cwd=tree, capture_output=True, text=True
+    )
+    if done.returncode == 1:
+        return []
+    if done.returncode == 0:
+        return [f"{name}: Drop-When is true, the patch is not needed any more"]
+    return [f"{name}: Drop-When exits {done.returncode}: {done.stderr.strip()}"]

@@ -1,4 +1,4 @@
-"""Trees of llama.cpp under build/: each its own git repository, "pin" first, then one commit per patch.
+"""Trees of llama.cpp under build/: git repositories, "pin" first, then one commit per patch.
 
 A tree is its own repository because `git apply` inside an ignored folder of another one exits 0 and
 changes nothing. Work that is not exported to patches/ is never thrown away.
@@ -74,8 +74,11 @@ _FORMAT = (
 )
 
 
-def create(tree: Path, pin: Pin) -> None:
-    """Make ``tree`` a repository whose only commit is the pin."""
+def create(tree: Path, pin: Pin, *, is_known: bool = True) -> str:
+    """Make ``tree`` a repository whose only commit is the pin; its git tree id.
+
+    With ``is_known`` the content must be what UPSTREAM.toml says.
+    """
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent, prefix=f".{tree.name}-") as folder:
         fresh = Path(folder) / tree.name
@@ -86,9 +89,11 @@ def create(tree: Path, pin: Pin) -> None:
             git(fresh, "config", key, value)
         git(fresh, "add", "--all", "--force")
         git(fresh, "commit", "--quiet", "--no-verify", "-m", "pin", identity=_IDENTITY)
-        _check_content(fresh, expected)
+        if is_known:
+            _check_content(fresh, expected)
         git(fresh, "config", "dflash2.pin", pin.commit)
         fresh.rename(tree)
+    return _pin_tree(tree)
 
 
 def _check_content(tree: Path, expected: str) -> None:
@@ -188,7 +193,8 @@ def state_id(tree: Path) -> str:
 def apply(tree: Path, pin: Pin, series: Mapping[str, str], *, keep: bool = False) -> bool:
     """Bring ``tree`` to pin plus series; False if it stood there already.
 
-    With ``keep`` the tree's own commits stay: they replace a patch of the same name, or follow the series.
+    With ``keep`` the tree's own commits stay: they replace a patch of the same name, or follow the
+    series.
     Files whose content stays are not touched, so that a rebuild compiles no more than it must.
     """
     ensure(tree, pin, series)
@@ -221,7 +227,7 @@ def _worktree(tree: Path, commit: str) -> Iterator[Path]:
 
 
 def am(tree: Path, name: str, text: str, *extra: str) -> None:
-    """Commit one patch on top of ``tree``; no fuzz, no merge unless asked for. Undone on failure."""
+    """Commit one patch on top of ``tree``; no fuzz, undone on failure."""
     with tempfile.TemporaryDirectory() as folder:
         mail = Path(folder) / name
         mail.write_bytes(text.encode("utf-8", "surrogateescape"))

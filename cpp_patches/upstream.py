@@ -1,7 +1,8 @@
 """The pin of llama.cpp: reading it, fetching its archive, unpacking its source.
 
-The archive is the sdist of llama-cpp-python, fetched through pip and checked by sha256; the unpacked source
-is checked once more by its git tree id. ``LLAMA_CPP_DIR`` names a checkout to use instead.
+The archive is the sdist of llama-cpp-python, fetched through pip and checked by sha256; the
+unpacked source is checked once more by its git tree id. ``LLAMA_CPP_DIR`` names a checkout to use
+instead.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ __all__ = [
     "REPO",
     "PatchError",
     "Pin",
+    "download",
     "fetch_archive",
     "git",
     "read_pin",
     "run",
+    "sha256",
     "unpack_source",
 ]
 
@@ -80,15 +83,15 @@ def read_pin(path: Path = PIN_FILE) -> Pin:
 
 def _load_toml(path: Path) -> dict[str, Any]:
     try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        try:
-            from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
-        except ImportError:
-            raise PatchError(
-                f"cannot read {path.name}: Python {sys.version_info[0]}.{sys.version_info[1]} has no tomllib",
-                "use Python 3.11 or newer, or install pip into this one",
-            ) from None
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            from pip._vendor import tomli as tomllib
+    except ImportError:
+        raise PatchError(
+            f"cannot read {path.name}: this Python has neither tomllib nor pip",
+            "use Python 3.11 or newer, or install pip into this one",
+        ) from None
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -136,10 +139,10 @@ def fetch_archive(pin: Pin, downloads: Path) -> Path:
     """Path of the pin's sdist, downloaded through pip unless it is there; checked by sha256."""
     archive = downloads / pin.archive
     if not archive.exists():
-        _pip_download(pin, downloads)
+        download(pin.package, pin.version, downloads)
     if not archive.exists():
         raise PatchError(f"pip brought no {pin.archive}", "check name and version in UPSTREAM.toml")
-    found = _sha256(archive)
+    found = sha256(archive)
     if found != pin.sha256:
         raise PatchError(
             f"{pin.archive} has sha256 {found}, UPSTREAM.toml says {pin.sha256}",
@@ -148,8 +151,9 @@ def fetch_archive(pin: Pin, downloads: Path) -> Path:
     return archive
 
 
-def _pip_download(pin: Pin, downloads: Path) -> None:
-    print(f"fetching {pin.archive} through pip", file=sys.stderr)
+def download(package: str, version: str, downloads: Path) -> None:
+    """Bring the sdist of a version into ``downloads`` through pip."""
+    print(f"fetching the source of {package} {version} through pip", file=sys.stderr)
     downloads.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
@@ -159,10 +163,10 @@ def _pip_download(pin: Pin, downloads: Path) -> None:
         "--quiet",
         "--no-deps",
         "--no-binary",
-        pin.package,
+        package,
         "--dest",
         str(downloads),
-        f"{pin.package}=={pin.version}",
+        f"{package}=={version}",
     ]
     # pip prepares metadata of an sdist, which must not set off a compilation
     env = {**os.environ, "CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
@@ -171,7 +175,8 @@ def _pip_download(pin: Pin, downloads: Path) -> None:
     )
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for block in iter(lambda: file.read(1 << 20), b""):
@@ -231,7 +236,7 @@ def _copy_checkout(pin: Pin, checkout: Path, into: Path) -> str:
 
 
 def _skip_build(folder: str, names: list[str]) -> set[str]:
-    is_top = os.path.isfile(os.path.join(folder, "ggml", "CMakeLists.txt"))
+    is_top = (Path(folder) / "ggml" / "CMakeLists.txt").is_file()
     return {name for name in names if is_top and name in (".git", "build")}
 
 

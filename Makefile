@@ -1,0 +1,90 @@
+# Two commands: `make demo` and `make test`. The rest is for working on the project.
+
+VENV ?= .venv
+PRESET ?= q8_0
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PATCHTOOL := $(PY) cpp_patches/patchtool.py
+# llama-cpp-python is used for its ctypes layer only; ours is the one llama.cpp that gets compiled
+PIP := CMAKE_ARGS="$(CMAKE_ARGS) -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PY) -m pip --disable-pip-version-check
+
+.PHONY: help demo test lint build bench-peer wheel fork clean
+.PHONY: patches-apply patches-refresh patches-check patches-stats
+
+help:
+	@echo "make demo             build everything and answer prompts with and without drafter"
+	@echo "make test             ruff, mypy and pytest; DFLASH2_PEER=1 adds comparisons with upstream"
+	@echo "make build            the native libraries alone"
+	@echo "make bench-peer       speed against the unpatched llama.cpp"
+	@echo "make wheel            wheels of this package and what it needs, in dist/"
+	@echo "make fork DIR=x       a full patched llama.cpp source tree"
+	@echo "make patches-apply | patches-refresh | patches-check | patches-stats"
+	@echo "make lint | clean"
+
+demo: $(VENV)/.installed
+	@target=$$($(PY) -m tests.provisions target) && \
+	draft=$$($(PY) -m tests.provisions drafter $(PRESET)) && \
+	$(PY) -m dflash2_gguf.demo --target "$$target" --draft "$$draft"
+
+test: $(VENV)/.installed-test lint
+	@if [ "$(DFLASH2_PEER)" = 1 ]; then $(PATCHTOOL) build --peer; fi
+	DFLASH2_PEER=$(DFLASH2_PEER) $(PY) -m pytest $(PYTEST_ARGS)
+
+# mypy sees the package as it is installed: convert/ and quant_presets/ inside dflash2_gguf/
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf build/mypy && mkdir -p build/mypy/dflash2_gguf
+	@ln -s $(CURDIR)/dflash2_gguf/*.py $(CURDIR)/dflash2_gguf/py.typed $(CURDIR)/convert \
+		$(CURDIR)/quant_presets build/mypy/dflash2_gguf/
+	cd build/mypy && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p dflash2_gguf
+	cd cpp_patches && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml *.py
+
+build: $(VENV)/.tools
+	@$(PATCHTOOL) build
+
+bench-peer: $(VENV)/.installed
+	@server=$$($(PATCHTOOL) build --peer | tail -1)/llama-server && \
+	target=$$($(PY) -m tests.provisions target) && \
+	draft=$$($(PY) -m tests.provisions drafter $(PRESET)) && \
+	$(PY) -m dflash2_gguf.bench_peer --target "$$target" --draft "$$draft" --server "$$server" $(ARGS)
+
+wheel: $(VENV)/.tools
+	$(PIP) wheel --wheel-dir dist .
+
+fork: $(VENV)/.tools
+	@test -n "$(DIR)" || { echo "error: say where: make fork DIR=llama.cpp-dflash2" >&2; exit 1; }
+	@$(PATCHTOOL) fork "$(DIR)"
+
+patches-apply patches-refresh patches-check patches-stats: $(VENV)/.tools
+	@$(PATCHTOOL) $(@:patches-%=%)
+
+clean: $(VENV)/.tools
+	@$(PATCHTOOL) clean
+	rm -rf dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)
+
+# The environment: what is missing on the machine is said before anything is downloaded.
+$(VENV)/.tools:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.10 or newer found" >&2; \
+		echo "hint: install one, or name it with make PYTHON=..." >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+		echo "error: no C++ compiler found" >&2; \
+		echo "hint: install one (Debian, Ubuntu: apt install g++)" >&2; exit 1; }
+	@command -v git >/dev/null || { echo "error: git is not installed" >&2; \
+		echo "hint: Debian, Ubuntu: apt install git" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "error: $(PYTHON) cannot create an environment" >&2; \
+		echo "hint: Debian, Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@command -v cmake >/dev/null || $(PIP) install --quiet cmake
+	@command -v ninja >/dev/null || $(PIP) install --quiet ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools build pyproject.toml setup.py
+	@test $@ -nt pyproject.toml && test $@ -nt setup.py || $(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@test $@ -nt pyproject.toml || { $(PIP) install --quiet --editable '.[test,dev]' && \
+		$(PIP) install --quiet --no-deps dflash==0.1.0; }
+	@touch $@

@@ -1,0 +1,116 @@
+"""Fixtures of all tests, and the marks that say what a test needs.
+
+A test whose needs are not met is deselected, and the end of the run names what was left out and the
+command that brings it. With ``DFLASH2_PEER=1`` the unpatched pin is built, and nothing is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import native
+import trees
+from tests import provisions
+
+_LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+_HOW = {
+    "native": "make build",
+    "peer": "make test DFLASH2_PEER=1 (builds the unpatched llama.cpp once)",
+    "reference": "make test (installs torch, transformers and dflash)",
+}
+
+
+def _has_native() -> bool:
+    folder = os.environ.get("DFLASH2_LIB_DIR", native.LIB_DIR)
+    return (Path(folder) / "build_info.json").is_file()
+
+
+def _has_peer() -> bool:
+    folder = trees.PRISTINE / "build" / "bin"
+    built = all((folder / name).is_file() for name in native.PEER_TARGETS)
+    return built or os.environ.get("DFLASH2_PEER") == "1"
+
+
+def _has_reference() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("torch", "transformers", "dflash"))
+
+
+_PRESENT = {"native": _has_native, "peer": _has_peer, "reference": _has_reference}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = {mark for mark, present in _PRESENT.items() if not present()}
+    left_out: dict[str, int] = {}
+    kept, dropped = [], []
+    for item in items:
+        lacking = [mark for mark in missing if item.get_closest_marker(mark)]
+        (dropped if lacking else kept).append(item)
+        for mark in lacking:
+            left_out[mark] = left_out.get(mark, 0) + 1
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+    config.stash[_LEFT_OUT] = left_out
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for mark, count in sorted(config.stash.get(_LEFT_OUT, {}).items()):
+        terminalreporter.write_line(f"left out: {count} tests marked '{mark}'; run {_HOW[mark]}")
+
+
+@pytest.fixture(scope="session")
+def target_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1."""
+    return provisions.target_gguf()
+
+
+@pytest.fixture(scope="session")
+def drafter_dir() -> Path:
+    """The bundled drafter as published: config.json and model.safetensors."""
+    return provisions.DRAFTER
+
+
+@pytest.fixture(scope="session")
+def drafter_gguf() -> Callable[[str], Path]:
+    """The bundled drafter converted with a preset, e.g. ``drafter_gguf("q8_0")``."""
+    return provisions.drafter_gguf
+
+
+@pytest.fixture(scope="session")
+def native_lib() -> Path:
+    """Folder of the native libraries; mark the test ``native``."""
+    return Path(os.environ.get("DFLASH2_LIB_DIR", native.LIB_DIR))
+
+
+@pytest.fixture(scope="session")
+def peer_dir() -> Path:
+    """Folder of the unpatched pin's programs and libraries; mark the test ``peer``."""
+    if os.environ.get("DFLASH2_PEER") == "1":
+        return native.build_peer()
+    return trees.PRISTINE / "build" / "bin"
+
+
+@pytest.fixture(scope="session")
+def peer_bin(peer_dir: Path) -> Callable[[str], Path]:
+    """A program of the unpatched pin by name; mark the test ``peer``."""
+
+    def find(name: str) -> Path:
+        path = peer_dir / name
+        assert path.is_file(), f"{path} was not built"
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def tiny_models(peer_bin: Callable[[str], Path]) -> Path:
+    """Folder of upstream's tiny models, one per architecture; mark the test ``peer``."""
+    return provisions.tiny_models(peer_bin("test-llama-archs"))
