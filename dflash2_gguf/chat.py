@@ -127,7 +127,7 @@ class _Conversation:
 
 
 class _Worker:
-    """Runs a generation beside the main thread, which alone gets Ctrl-C: a step may take seconds."""
+    """Runs a generation beside the main thread, which alone gets Ctrl-C: steps may take long."""
 
     def __init__(self, pieces: Generator[Generation, None, None]) -> None:
         self._pieces = pieces
@@ -151,7 +151,7 @@ class _Worker:
             for piece in self._pieces:
                 self._queue.put(piece)
             self._queue.put(None)
-        except BaseException as error:  # noqa: BLE001  # raised again in the main thread
+        except BaseException as error:  # raised again in the main thread
             self._queue.put(error)
 
 

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except DFlash2Error as error:
         return _report(error, verbose=_is_verbose(words))
-    except Exception as error:  # noqa: BLE001  # the last resort: users get one line, not a traceback
+    except Exception as error:  # the last resort: one line, not a traceback
         unexpected = DFlash2Error(
             f"unexpected {type(error).__name__}: {error}", "-v shows where it happened"
         )

@@ -26,14 +26,14 @@ from dflash2_gguf.sampling import VERIFIERS, SamplingParams
 from dflash2_gguf.stats import DRAFT_FAILURES, Memory, Stats
 from dflash2_gguf.vocab import Vocab
 
-__all__ = ["Aborted", "Engine", "EngineOptions", "Step", "echo_log", "physical_cores"]
+__all__ = ["AbortedError", "Engine", "EngineOptions", "Step", "echo_log", "physical_cores"]
 
 _DEFAULT_CTX = 8192
 _RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED
 _SEQ = 0
 
 
-class Aborted(Exception):
+class AbortedError(Exception):
     """A step ended early because of ``Engine.abort``; the sequence is intact."""
 
 
@@ -119,11 +119,11 @@ class Engine:
         return check(status, "dflash2_session_seq_begin")
 
     def step(self) -> Step:
-        """Advance by a chunk of the prompt or one draft-verify round; Aborted after ``abort``."""
+        """Advance by a chunk of the prompt or one round; AbortedError after ``abort``."""
         result = StepResult()
         status = self._api.dflash2.dflash2_session_step(self._handle, ctypes.byref(result))
         if status == ABORTED:
-            raise Aborted
+            raise AbortedError
         if check(status, "dflash2_session_step") == 0:
             raise NativeError("dflash2_session_step has no active sequence")
         return Step(
@@ -142,7 +142,7 @@ class Engine:
         check(self._api.dflash2.dflash2_session_seq_clear(self._handle, _SEQ), "seq_clear")
 
     def abort(self) -> None:
-        """Make the step in progress, or the next one, raise Aborted soon. Any thread."""
+        """Make the step in progress, or the next one, raise AbortedError soon. Any thread."""
         self._api.dflash2.dflash2_session_abort(self._handle)
 
     def stats(self) -> Stats:

@@ -1,7 +1,7 @@
 """Every error a user can cause, as one small tree.
 
-The message names the thing and the value; the hint says the way out. Command lines print both on one
-line each and exit with ``exit_code``; tracebacks appear only with ``-v``.
+The message names the thing and the value; the hint says the way out. Command lines print both on
+one line each and exit with ``exit_code``; tracebacks appear only with ``-v``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The metadata of a GGUF file, read without loading a library or a weight.
 
-llama.cpp aborts the process on some malformed files; reading the header first turns these into errors
-that name the file. Format: GGUF versions 2 and 3, little-endian (ggml ``docs/gguf.md``).
+llama.cpp aborts the process on some malformed files; reading the header first turns these into
+errors that name the file. Format: GGUF versions 2 and 3, little-endian (ggml ``docs/gguf.md``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Where the native libraries are, and whether this CPU can run them.
 
-The folder holds what one build of the patched llama.cpp left there: ``libggml*.so``, ``libllama.so``,
-``libdflash2.so`` and ``build_info.json``, a JSON object with
+The folder holds what one build of the patched llama.cpp left there: ``libggml*.so``,
+``libllama.so``, ``libdflash2.so`` and ``build_info.json``, a JSON object with
 
 - ``build_info``: what ``dflash2_build_info()`` of that build returns, and
-- ``cpu_features``: what the compiler was allowed to use, as names of ``/proc/cpuinfo`` (may be empty).
+- ``cpu_features``: what the compiler was allowed to use, as in ``/proc/cpuinfo`` (may be empty).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BuildInfo:
 
 
 def build_hint() -> str:
-    """The command that makes the libraries: the checkout's own, or a reinstall from anywhere else."""
+    """The command that makes the libraries: the checkout's own, or a reinstall elsewhere."""
     if (_PACKAGE.parent / "cpp_patches" / "UPSTREAM.toml").is_file():
         return f"run `make build` in {_PACKAGE.parent}"
     return "run `pip install --force-reinstall dflash2-gguf`"

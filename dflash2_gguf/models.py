@@ -1,7 +1,7 @@
 """Opening a target and its drafter in the order that finds a wrong pair cheapest.
 
-Headers first, then the drafter, then the target without its weights for what only its graph can tell;
-the target's weights, which may be hundreds of GB, come last.
+Headers first, then the drafter, then the target without its weights for what only its graph can
+tell; the target's weights, which may be hundreds of GB, come last.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _load(path: Path, *, no_alloc: bool = False, on_progress: Progress | None = 
 
 
 class _Watch:
-    """llama_progress_callback; keeps what the caller's function raises, which ctypes would swallow."""
+    """llama_progress_callback; keeps what the caller's function raises: ctypes swallows it."""
 
     def __init__(self, on_progress: Progress | None) -> None:
         self._on_progress = on_progress
@@ -117,7 +117,7 @@ class _Watch:
         try:
             if self._on_progress is not None:
                 self._on_progress(progress)
-        except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt must reach the caller too
+        except BaseException as error:  # KeyboardInterrupt must reach the caller too
             self.raised = error
         return self.raised is None
 
@@ -131,7 +131,7 @@ def _load_error(path: Path, lines: list[str]) -> CheckpointError | NativeError:
 
 
 def _require_memory(target: Model, draft: Model | None, params: SessionParams) -> None:
-    """Too large a cache would be killed by the system without a word, long after it was promised."""
+    """Too large a cache gets the process killed without a word, long after it was granted."""
     plan = MemoryStruct()
     status = api().dflash2.dflash2_plan(
         target.handle, draft.handle if draft else None, ctypes.byref(params), ctypes.byref(plan)

@@ -180,7 +180,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @dataclass
 class Log:
-    """Keeps llama.cpp's last warnings and errors; prints everything to stderr when ``echo`` is set."""
+    """Keeps llama.cpp's last warnings and errors; ``echo`` prints everything to stderr."""
 
     echo: bool = False
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=64))
@@ -232,7 +232,7 @@ def check(status: int, what: str) -> int:
 
 
 def failure(status: int, what: str) -> DFlash2Error:
-    """The error for a dflash2_status, with the library's reason: PairError, UsageError, NativeError."""
+    """The error for a dflash2_status: PairError, UsageError or NativeError, with the reason."""
     reason = api().dflash2.dflash2_last_error().decode("utf-8", errors="replace")
     message = reason or f"{what} failed with status {status}"
     if status == _PAIR:
@@ -314,7 +314,7 @@ def _require_one_llama(dflash2: ctypes.CDLL, llama: Any) -> None:
     theirs = ctypes.cast(llama.llama_model_free, _POINTER).value
     if ours != theirs:
         raise NativeError(
-            f"libdflash2 and llama-cpp-python ({llama._base_path}) use different copies of libllama",
+            f"libdflash2 and llama-cpp-python use two copies of libllama ({llama._base_path})",
             build_hint(),
         )
 

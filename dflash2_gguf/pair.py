@@ -84,7 +84,7 @@ def check_complete(header: Header, row_bytes: Callable[[int, int], int]) -> None
     missing = header.missing_bytes(row_bytes)
     if missing:
         raise CheckpointError(
-            f"{header.path} is truncated: {missing} of {header.file_size + missing} bytes are missing",
+            f"{header.path} is truncated: {missing} bytes are missing at its end",
             "download or convert it again",
         )
 
@@ -132,7 +132,7 @@ def _require_equal_width(target: Header, draft: Header) -> None:
 
 
 def _require_layers(target: Header, draft: Header) -> None:
-    """GGUF stores "input of layer i", i = 1..n_layer; people know it as the output of layer i - 1."""
+    """GGUF stores "input of layer i", i = 1..n_layer, which is the output of layer i - 1."""
     blocks = target.arch(Key.Arch.BLOCK_COUNT, int)
     if not blocks:
         key = arch_key(Key.Arch.BLOCK_COUNT, arch=target.architecture)
@@ -158,7 +158,7 @@ def _require_equal_vocabulary(target: Header, draft: Header) -> None:
     renamed = [index for index, (a, b) in enumerate(pairs) if a != b]
     if len(renamed) > _MAX_RENAMED * len(theirs):
         raise PairError(
-            f"vocabulary differs: {len(renamed)} of {len(theirs)} tokens, the first is {renamed[0]}",
+            f"vocabulary differs in {len(renamed)} of {len(theirs)} tokens, first in {renamed[0]}",
             _OTHER_HINT,
         )
 

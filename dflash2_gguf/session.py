@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dflash2_gguf.engine import Aborted, Engine, EngineOptions, Step, echo_log
+from dflash2_gguf.engine import AbortedError, Engine, EngineOptions, Step, echo_log
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.models import Progress
 from dflash2_gguf.sampling import SamplingParams
@@ -44,10 +44,11 @@ class Session:
     """A loaded target with an optional drafter; a context manager.
 
     The caches are kept between generations: what a prompt has in common with the one before is not
-    evaluated again. Methods may be called from any thread; one generation runs at a time, others wait.
+    evaluated again. Methods may be called from any thread; one generation runs at a time, others
+    wait.
 
-    Raises CheckpointError, PairError or NativeError when the models cannot be loaded, UsageError for
-    an option out of range.
+    Raises CheckpointError, PairError or NativeError when the models cannot be loaded, UsageError
+    for an option out of range.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Session:
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Token ids of ``text``, with the target's BOS if it uses one and its special tokens read."""
+        """Token ids of ``text``, after the target's BOS if it uses one; special tokens are read."""
         with self._control:
             vocab = self._open_engine().vocab
             return vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -127,6 +128,13 @@ class Session:
         """Text of ``tokens``; control tokens are left out unless ``special``."""
         with self._control:
             return self._open_engine().vocab.detokenize(tokens, special=special)
+
+    def chat_tokens(
+        self, messages: Sequence[Message], *, template_options: dict[str, Any] | None = None
+    ) -> list[int]:
+        """The prompt that ``chat`` would evaluate for ``messages``, as token ids."""
+        text = self._chat_prompt(messages, template_options or {})
+        return self._tokenize_rendered(text, first=True)
 
     def generate(
         self,
@@ -141,8 +149,8 @@ class Session:
 
         ``max_tokens`` None goes on until the text or the context ends. ``draft`` False decodes
         plainly, a number bounds the tokens drafted per round; the text does not depend on it.
-        Closing the iterator ends the generation. Raises UsageError for a prompt that is empty or does
-        not fit, NativeError when a step fails.
+        Closing the iterator ends the generation. Raises UsageError for a prompt that is empty or
+        does not fit, NativeError when a step fails.
         """
         engine = self._open_engine()
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
@@ -202,7 +210,7 @@ class Session:
             if engine is not None:
                 engine.close()
 
-    def __enter__(self) -> Session:  # noqa: PYI034  # typing.Self needs Python 3.11
+    def __enter__(self) -> Session:  # typing.Self needs Python 3.11
         return self
 
     def __exit__(
@@ -279,7 +287,7 @@ class Session:
                     break
                 try:
                     return _piece_of(engine.step(), stream, engine)
-                except Aborted:
+                except AbortedError:
                     continue  # _cancelled is not set: it was meant for a generation before this one
         return Generation("", finish_reason="cancelled")
 
@@ -298,7 +306,7 @@ class Session:
         return self._template.render(messages, **options)
 
     def _tokenize_rendered(self, text: str, *, first: bool) -> list[int]:
-        """A rendered template holds its special tokens itself, BOS excepted where it leaves it out."""
+        """A template writes its special tokens itself; some leave BOS to the tokenizer."""
         vocab = self._open_engine().vocab
         tokens = vocab.tokenize(text, add_special=False)
         if first and vocab.adds_bos and tokens[:1] != [vocab.bos]:
@@ -334,8 +342,8 @@ class _Request:
 class _Transcript:
     """A conversation's tokens as they really were, with the text they stand for.
 
-    Tokenizing an answer again may split it differently, which would make the caches useless from there
-    on. So tokens are kept as long as the next prompt begins with the same text.
+    Tokenizing an answer again may split it differently, which would make the caches useless from
+    there on. So tokens are kept as long as the next prompt begins with the same text.
     """
 
     text: str = ""

@@ -51,7 +51,7 @@ class Stats:
     def acceptance_length(self) -> float:
         """Tokens per verification step; 0 when there was none.
 
-        The token that the evaluation of a prompt yields took no verification step and does not count.
+        The token that the evaluation of a prompt yields took no such step and does not count.
         """
         return (self.n_generated - self.n_prompt_sampled) / self.n_steps if self.n_steps else 0.0
 
@@ -78,7 +78,7 @@ class Stats:
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know about the drafter: failed drafts, drafts that are never accepted."""
+        """What a user should know: drafts that failed, drafts that are never accepted."""
         found = [
             f"{count} steps had no draft ({_FAILURE_TEXT[reason]})"
             for reason, count in self.draft_failures.items()

@@ -1,8 +1,8 @@
 """A conversation as the text the target was trained on: its own chat template, in a sandbox.
 
-Templates are programs from a downloaded file. llama-cpp-python's ``Jinja2ChatFormatter`` renders them in
-jinja2's ImmutableSandboxedEnvironment with the options and functions of Transformers (trim_blocks,
-lstrip_blocks, tojson, raise_exception, strftime_now).
+Templates are programs from a downloaded file. llama-cpp-python's ``Jinja2ChatFormatter`` renders
+them in jinja2's ImmutableSandboxedEnvironment with the options and functions of Transformers
+(trim_blocks, lstrip_blocks, tojson, raise_exception, strftime_now).
 """
 
 from __future__ import annotations

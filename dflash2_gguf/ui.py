@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from dflash2_gguf.errors import DFlash2Error
@@ -93,10 +93,8 @@ def _ignore(_fraction: float) -> None:
 
 
 def _read_edited(prompt: str) -> str | None:
-    try:
+    with suppress(ImportError):  # Windows has none, its console edits lines itself
         import readline  # noqa: F401  # gives input() a line editor
-    except ImportError:
-        pass  # Windows: the console edits lines itself
     try:
         return input(prompt)
     except EOFError:

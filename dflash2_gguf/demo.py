@@ -1,0 +1,129 @@
+"""``python -m dflash2_gguf.demo``: the same questions with and without drafter, side by side.
+
+Exit code 1 when a text differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash2_gguf.errors import DFlash2Error
+from dflash2_gguf.launch import Launch, open_session
+from dflash2_gguf.measure import PROMPTS, Run, first_difference, run_session, spread
+from dflash2_gguf.session import Session
+from dflash2_gguf.ui import Terminal
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Runs of one question in both modes, in both orders."""
+
+    plain: tuple[Run, Run]
+    drafted: tuple[Run, Run]
+
+    @property
+    def ratio(self) -> float:
+        """Median speed with drafter over median speed without."""
+        with_drafter = spread([run.tokens_per_second for run in self.drafted]).median
+        without = spread([run.tokens_per_second for run in self.plain]).median
+        return with_drafter / without if without else 0.0
+
+    @property
+    def difference(self) -> int | None:
+        """First token at which any drafted run leaves the plain one."""
+        plain = self.plain[0].tokens
+        found = [first_difference(plain, run.tokens) for run in (*self.plain, *self.drafted)]
+        return min((at for at in found if at is not None), default=None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; 0 when all texts are equal."""
+    terminal = Terminal()
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _demo(options, terminal)
+    except DFlash2Error as error:
+        terminal.error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dflash2-demo", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--target", type=Path, required=True, help="target, a GGUF file")
+    parser.add_argument("--draft", type=Path, required=True, help="its drafter, a GGUF file")
+    parser.add_argument("-n", "--max-tokens", type=int, default=64, help="tokens per answer")
+    parser.add_argument("-t", "--threads", type=int, help="CPU threads (default: physical cores)")
+    return parser.parse_args(arguments)
+
+
+def _demo(options: argparse.Namespace, terminal: Terminal) -> int:
+    def launch(draft: Path | None) -> Session:
+        settings = Launch(target=options.target, draft=draft, n_threads=options.threads)
+        return open_session(settings, terminal)
+
+    with launch(None) as plain, launch(options.draft) as drafted:
+        answers = []
+        for question in PROMPTS:
+            answers.append(_ask(question, plain, drafted, options.max_tokens))
+            terminal.write(_describe(question, answers[-1]))
+        terminal.write(_summary(answers, drafted.draft_max))
+    return int(any(answer.difference is not None for answer in answers))
+
+
+def _ask(question: str, plain: Session, drafted: Session, max_tokens: int) -> _Answers:
+    prompt = plain.chat_tokens([{"role": "user", "content": question}])
+    first = run_session(plain, prompt, max_tokens, draft=False)
+    both = [run_session(drafted, prompt, max_tokens, draft=True) for _ in range(2)]
+    last = run_session(plain, prompt, max_tokens, draft=False)
+    return _Answers(plain=(first, last), drafted=(both[0], both[1]))
+
+
+def _describe(question: str, answer: _Answers) -> str:
+    run = answer.drafted[0]
+    lines = [f"question         {question}", f"answer           {_one_line(run.text)}"]
+    if answer.difference is None:
+        lines.append(f"without drafter  the same {len(run.tokens)} tokens")
+    else:
+        lines.append(f"without drafter  {_one_line(answer.plain[0].text)}")
+        lines.append(f"                 DIFFERS from token {answer.difference} on")
+    lines.append(
+        f"with drafter     {run.acceptance_length:.2f} tokens per step, "
+        f"{answer.ratio:.2f} times the speed"
+    )
+    return "\n".join(lines) + "\n\n"
+
+
+def _summary(answers: list[_Answers], draft_max: int) -> str:
+    equal = sum(answer.difference is None for answer in answers)
+    length = spread([answer.drafted[0].acceptance_length for answer in answers])
+    ratio = spread([answer.ratio for answer in answers])
+    lines = [
+        f"texts            {equal} of {len(answers)} equal",
+        f"drafted          up to {draft_max} tokens per step",
+        f"acceptance       {length.median:.2f} tokens per step (median)",
+        f"speed            {ratio.median:.2f} times plain decoding (median)",
+        f"                 {ratio.low:.2f} to {ratio.high:.2f}",
+    ]
+    if equal < len(answers):
+        lines.append(
+            "A batch rounds differently than a single token, which can flip a choice between two "
+            "candidates that are almost equal."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""A llama-server of the unpatched pin, to compare with. HTTP on 127.0.0.1 and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dflash2_gguf.errors import NativeError
+from dflash2_gguf.measure import Run
+
+__all__ = ["PeerOptions", "PeerServer", "peer_server"]
+
+_START_SECONDS = 600.0
+_ANSWER_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """What to start: ``draft_max`` 0 decodes plainly, else with the pin's own DFlash 2 drafting."""
+
+    program: Path
+    target: Path
+    draft: Path | None = None
+    draft_max: int = 0
+    n_ctx: int = 4096
+    n_threads: int = 1
+
+
+@dataclass(frozen=True)
+class PeerServer:
+    """A server that answers."""
+
+    port: int
+
+    def run(self, prompt: Sequence[int], max_tokens: int) -> Run:
+        """Greedy answer to ``prompt`` from empty caches."""
+        answer = self._post(
+            {
+                "prompt": list(prompt),
+                "n_predict": max_tokens,
+                "temperature": 0.0,
+                "cache_prompt": False,
+                "return_tokens": True,
+            }
+        )
+        timings = answer["timings"]
+        rounds = timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0)
+        return Run(
+            tokens=tuple(answer["tokens"]),
+            text=answer["content"],
+            seconds=timings["predicted_ms"] / 1000,
+            acceptance_length=(timings["predicted_n"] - 1) / rounds if rounds else 0.0,
+        )
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/completion",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as response:
+                answer: dict[str, Any] = json.load(response)
+        except (OSError, ValueError) as error:
+            raise NativeError(f"llama-server gave no answer: {error}") from error
+        return answer
+
+
+@contextmanager
+def peer_server(options: PeerOptions) -> Iterator[PeerServer]:
+    """Start a server, wait until it is ready, and end it on the way out.
+
+    Raises NativeError when the program is missing or does not get ready.
+    """
+    if not options.program.is_file():
+        raise NativeError(f"{options.program} does not exist", "run `make bench-peer`")
+    with tempfile.TemporaryFile("w+") as log:
+        port = _free_port()
+        process = subprocess.Popen(_command(options, port), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _wait_until_ready(process, port, log)
+            yield PeerServer(port)
+        finally:
+            _end(process)
+
+
+def _command(options: PeerOptions, port: int) -> list[str]:
+    words = [str(options.program), "-m", str(options.target), "-c", str(options.n_ctx)]
+    words += ["-t", str(options.n_threads), "-tb", str(options.n_threads), "-np", "1"]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
+    if options.draft is not None and options.draft_max:
+        words += ["-md", str(options.draft), "--spec-type", "draft-dflash"]
+        words += ["--spec-draft-n-max", str(options.draft_max)]
+        words += ["-td", str(options.n_threads), "-tbd", str(options.n_threads)]
+    return words
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: IO[str]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise NativeError(f"llama-server ended with code {process.returncode}: {_tail(log)}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise NativeError(f"llama-server was not ready after {_START_SECONDS:.0f} s: {_tail(log)}")
+
+
+def _tail(log: IO[str]) -> str:
+    log.seek(0)
+    return " / ".join(log.read().splitlines()[-3:])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
