@@ -27,9 +27,9 @@ static ggml_tensor * build_stream_mean(ggml_context * ctx, ggml_tensor * streams
 }
 
 // The trained feature of a hyper-connection target is a property of the model, not of the tensor shape: only
-// models whose reference takes the mean are listed. deepseek4 publishes its own mean.
+// models whose reference takes the mean are listed. deepseek4 publishes its own mean, but only once asked to.
 static bool has_mean_feature(llm_arch arch) {
-    return arch == LLM_ARCH_GLM5_NEXT;
+    return arch == LLM_ARCH_GLM5_NEXT || arch == LLM_ARCH_DEEPSEEK4;
 }
 
 void dflash2_publish_layer_input(const llm_graph_context & g, ggml_tensor * cur, int lid) {
