@@ -1,0 +1,1 @@
+"""The runtime: session, pair checks, chat and command line."""
