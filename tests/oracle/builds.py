@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ROOT", "Build"]
+from tests.oracle.prompts import Prompt, chat_texts
+
+__all__ = ["OURS", "PIN", "ROOT", "Build", "tokenized"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +29,7 @@ class Build:
 
     def run(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, np.ndarray] | None]:
         """Results of jobs (see worker.py) in order; None where the library aborted."""
+        libraries = str(self.libraries)
         with tempfile.TemporaryDirectory() as folder:
             todo = Path(folder) / "jobs.json"
             todo.write_text(json.dumps(list(jobs)))
@@ -35,7 +38,8 @@ class Build:
                 cwd=ROOT,
                 env={
                     **os.environ,
-                    "LLAMA_CPP_LIB_PATH": str(self.libraries),
+                    "LLAMA_CPP_LIB_PATH": libraries,
+                    "DFLASH2_LIB_DIR": libraries,
                     "GGML_NO_BACKTRACE": "1",
                 },
                 stdout=subprocess.DEVNULL,
@@ -53,7 +57,21 @@ class Build:
 
 
 def _load(path: Path) -> dict[str, np.ndarray] | None:
+    error = path.with_suffix(".error")
+    if error.exists():
+        raise RuntimeError(error.read_text())
     if not path.exists():
         return None
     with np.load(path) as arrays:
         return {name: arrays[name] for name in arrays.files}
+
+
+PIN = Build(ROOT / "build" / "llama.cpp" / "pristine" / "build" / "bin")
+OURS = Build(ROOT / "dflash2_gguf" / "lib")
+
+
+def tokenized(target: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of prompts in the target's chat template, by the pin's tokenizer."""
+    texts = chat_texts(target, prompts)
+    ids = PIN.run_one(job="tokenize", path=str(target), texts=texts)
+    return [ids[f"tokens-{number}"].tolist() for number in range(len(texts))]

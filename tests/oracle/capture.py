@@ -79,7 +79,7 @@ class Capture:
     def complete(self, layer: int) -> bool:
         """Does layer's output hold every token of every micro-batch? The last layer's often does not."""
         parts = self.outputs.get(layer, [])
-        if len(parts) != len(self.tokens):
+        if not parts or len(parts) != len(self.tokens):
             return False
         pairs = zip(parts, self.tokens, strict=True)
         return all(part.size >= len(ids) * part.shape[-1] for part, ids in pairs)

@@ -15,7 +15,16 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-__all__ = ["Options", "context", "evaluate", "greedy", "layer_inputs", "model", "silence"]
+__all__ = [
+    "Options",
+    "context",
+    "evaluate",
+    "greedy",
+    "layer_inputs",
+    "model",
+    "silence",
+    "tokenize",
+]
 
 GGML_TYPE_F32, GGML_TYPE_F16 = 0, 1
 FLASH_ATTN_AUTO, FLASH_ATTN_OFF = -1, 0
@@ -32,7 +41,7 @@ class Options:
     n_batch: int = 512
     n_ubatch: int = 512
     n_seq_max: int = 1
-    n_threads: int = 2
+    n_threads: int = 1  # waiting for a second thread costs more than it gives on a busy machine
     kv_type: int = GGML_TYPE_F16
     flash_attn: int = FLASH_ATTN_AUTO
 
@@ -105,6 +114,14 @@ def _logits(ctx: Any, row: int) -> np.ndarray:
     vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
     size = llama_cpp.llama_vocab_n_tokens(vocab)
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(ctx, row), (size,)).copy()
+
+
+def tokenize(loaded: Any, text: str) -> np.ndarray:
+    """Token ids of text; special tokens are read, none is added."""
+    raw, vocab = text.encode(), llama_cpp.llama_model_get_vocab(loaded)
+    ids = (llama_cpp.llama_token * (len(raw) + 1))()
+    count = llama_cpp.llama_tokenize(vocab, raw, len(raw), ids, len(ids), False, True)
+    return np.array(ids[:count])
 
 
 def prefill(ctx: Any, tokens: Sequence[int], n_batch: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import files
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import gguf
 import jinja2
 
-__all__ = ["Prompt", "chat_text", "load_prompts"]
+__all__ = ["Prompt", "chat_texts", "load_prompts"]
 
 PROMPTS = Path(__file__).resolve().parents[1] / "assets" / "prompts" / "prompts.jsonl"
 PER_SET = 40
@@ -39,14 +39,14 @@ def load_prompts(count: int) -> list[Prompt]:
     return [Prompt(**json.loads(line)) for line in lines[:count]]
 
 
-def chat_text(target: Path, prompt: Prompt) -> str:
-    """prompt as the target's own chat template renders it, ready for the answer."""
+def chat_texts(target: Path, prompts: Sequence[Prompt]) -> list[str]:
+    """prompts as the target's own chat template renders them, ready for the answer."""
     template = gguf.GGUFReader(target).get_field("tokenizer.chat_template")
     if template is None:
         raise ValueError(f"{target} has no chat template")
-    rendered = jinja2.Environment().from_string(template.contents())
-    messages = [{"role": "user", "content": prompt.text}]
-    return rendered.render(messages=messages, add_generation_prompt=True)
+    render = jinja2.Environment().from_string(template.contents()).render
+    messages = [[{"role": "user", "content": prompt.text}] for prompt in prompts]
+    return [render(messages=message, add_generation_prompt=True) for message in messages]
 
 
 def _package_file(package: str, ending: str) -> Path:

@@ -41,8 +41,12 @@ class Reference:
         import torch
         from dflash import extract_context_feature
 
+        if not tokens:
+            width = len(self.draft.target_layer_ids) * self.draft.config.hidden_size
+            return torch.zeros(1, 0, width)
         with torch.inference_mode():
-            output = self.target(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+            ids = torch.tensor([tokens], dtype=torch.long)
+            output = self.target(ids, output_hidden_states=True, use_cache=False)
         return extract_context_feature(output.hidden_states, self.draft.target_layer_ids)
 
     def lattice(self, tokens: list[int], anchor: int, n_draft: int) -> Lattice:

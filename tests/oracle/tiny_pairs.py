@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-__all__ = ["DraftShape", "TargetShape", "write_draft", "write_target"]
+__all__ = ["LAYER_NAMES", "DraftShape", "TargetShape", "write_draft", "write_target"]
 
 N_CTX = 512
 
@@ -142,7 +142,7 @@ def _add_target_metadata(writer: gguf.GGUFWriter, shape: TargetShape) -> None:
     writer.add_token_scores([0.0] * shape.vocab)
 
 
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
@@ -164,7 +164,7 @@ def _target_tensors(weights: dict[str, Any], shape: TargetShape) -> Any:
         yield "output.weight", weights["lm_head.weight"]
     heads = {"self_attn.q_proj.weight": shape.heads, "self_attn.k_proj.weight": shape.heads_kv}
     for layer in range(shape.layers):
-        for hf, name in _LAYER_NAMES.items():
+        for hf, name in LAYER_NAMES.items():
             value = weights.get(f"model.layers.{layer}.{hf}")
             if value is None:
                 continue

@@ -1,14 +1,18 @@
 """Runs jobs on one libllama in a process of its own: ``python -m tests.oracle.worker JOBS.json OUT``.
 
 JOBS.json is a list of objects with "job" and its arguments. Each job runs in a fork, because the pin aborts
-where this project reports an error; the result of job i is OUT/i.npz, and a job that died leaves none.
+where this project reports an error; the result of job i is OUT/i.npz. A job that
+raised leaves OUT/i.error, one that was aborted leaves nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,19 +59,27 @@ def _last_rows(ctx: Any, text: list[int], n_rows: int, width: int, n_batch: int)
 
 
 def job_layers(
-    path: str, rows: list[list[int]], layers: list[int], capture: bool, **options: int
+    path: str,
+    rows: list[list[int]],
+    layers: Sequence[int] = (),
+    captured: Sequence[int] = (),
+    **options: int,
 ) -> Arrays:
-    """Published layer inputs as "input-<id>", and captured outputs of the layers before as "output-<id>"."""
+    """Published inputs of layers as "input-<layer>", captured outputs of layers as "output-<layer>".
+
+    rows are (token, position, sequence); with captured, tokens must be distinct.
+    """
     seen = Capture()
-    callback = seen.callback() if capture else None
-    with libllama.model(path) as model:
-        with libllama.context(model, libllama.Options(**options), callback) as ctx:
-            inputs = libllama.layer_inputs(ctx, [(t, p, s) for t, p, s in rows], layers)
+    callback = seen.callback() if captured else None
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(libllama.model(path))
+        ctx = stack.enter_context(libllama.context(model, libllama.Options(**options), callback))
+        inputs = libllama.layer_inputs(ctx, [(t, p, s) for t, p, s in rows], layers)
     result = {f"input-{layer}": value for layer, value in inputs.items()}
     tokens = [token for token, _, _ in rows]
-    for layer in layers:
-        if seen.complete(layer - 1):
-            result[f"output-{layer}"] = seen.rows(layer - 1, tokens)
+    for layer in captured:
+        if seen.complete(layer):
+            result[f"output-{layer}"] = seen.rows(layer, tokens)
     return result
 
 
@@ -82,23 +94,86 @@ def job_shape(path: str) -> Arrays:
         }
 
 
+def job_session(
+    path: str,
+    draft: str | None,
+    prompts: list[list[int]],
+    n_predict: int,
+    lattices: bool = False,
+    **options: int,
+) -> Arrays:
+    """Greedy generation by libdflash2, n_seq_max prompts at a time; what happened in every round.
+
+    tokens [n_prompts, n_predict]; per round: prompt, before, drafted, accepted, and with lattices its
+    "path-<round>", "candidates-<round>" and "scores-<round>".
+    """
+    from tests.oracle import rounds
+
+    together = options.get("n_seq_max", 1)
+    records: list[rounds.Record] = []
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(libllama.model(path))
+        drafter = stack.enter_context(libllama.model(draft)) if draft else None
+        session = stack.enter_context(rounds.native_session(target, drafter, **options))
+        for start in range(0, len(prompts), together):
+            group = prompts[start : start + together]
+            records += rounds.record(session, group, n_predict, lattices)
+        failures = rounds.failures(session)
+    return _rounds(records) | {"failures": np.array(failures)}
+
+
+def _rounds(records: Sequence[Any]) -> Arrays:
+    result = {"tokens": np.array([record.tokens for record in records])}
+    numbers = [[i] * len(record.before) for i, record in enumerate(records)]
+    result["prompt"] = np.array(sum(numbers, []), dtype=int)
+    for name in ("before", "drafted", "accepted"):
+        result[name] = np.array(sum((getattr(r, name) for r in records), []), dtype=int)
+    for number, lattice in enumerate(sum((r.lattices for r in records), [])):
+        for name, value in zip(("path", "candidates", "scores"), lattice, strict=True):
+            result[f"{name}-{number}"] = value
+    return result
+
+
+def job_publishes(path: str, layers: list[int]) -> Arrays:
+    """dflash2_target_publishes for each layer, and the reasons where it says no."""
+    from dflash2_gguf.native import api
+
+    library = api().dflash2
+    library.dflash2_target_publishes.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+    answers, reasons = [], []
+    with libllama.model(path) as model:
+        for layer in layers:
+            answers.append(library.dflash2_target_publishes(model, layer))
+            reasons.append(library.dflash2_last_error().decode() if answers[-1] != 1 else "")
+    return {"publishes": np.array(answers), "reasons": np.array(reasons)}
+
+
+def job_tokenize(path: str, texts: list[str]) -> Arrays:
+    """Token ids of texts with special tokens read, as "tokens-<i>"."""
+    with libllama.model(path) as model:
+        return {f"tokens-{i}": libllama.tokenize(model, text) for i, text in enumerate(texts)}
+
+
 JOBS: dict[str, Callable[..., Arrays]] = {
     "greedy": job_greedy,
     "layers": job_layers,
     "noise": job_noise,
+    "publishes": job_publishes,
+    "session": job_session,
     "shape": job_shape,
+    "tokenize": job_tokenize,
 }
 
 
-def _in_fork(work: Callable[[], None]) -> None:
+def _in_fork(job: dict[str, Any], out: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        status = 1
         try:
-            work()
-            status = 0
+            _run(job, out)
+        except Exception:
+            out.with_suffix(".error").write_text(traceback.format_exc())
         finally:
-            os._exit(status)
+            os._exit(0)
     os.waitpid(pid, 0)
 
 
@@ -115,7 +190,7 @@ def main(argv: Sequence[str]) -> None:
     jobs = json.loads(Path(argv[0]).read_text())
     libllama.silence()
     for number, job in enumerate(jobs):
-        _in_fork(lambda: _run(job, Path(argv[1]) / f"{number}.npz"))
+        _in_fork(job, Path(argv[1]) / f"{number}.npz")
 
 
 if __name__ == "__main__":

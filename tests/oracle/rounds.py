@@ -1,0 +1,122 @@
+"""Sessions of libdflash2 driven step by step, with every round written down. Runs in a worker process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dflash2_gguf.native import (
+    SeqParams,
+    SessionParams,
+    StatsStruct,
+    StepResult,
+    api,
+    check,
+    failure,
+)
+
+__all__ = ["Record", "native_session", "record"]
+
+_GREEDY = 1  # enum dflash2_verifier
+
+
+class _DraftView(ctypes.Structure):
+    """struct dflash2_draft_view."""
+
+    _fields_ = (
+        ("n_drafted", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("path", ctypes.POINTER(ctypes.c_int32)),
+        ("candidates", ctypes.POINTER(ctypes.c_int32)),
+        ("scores", ctypes.POINTER(ctypes.c_float)),
+    )
+
+
+@dataclass
+class Record:
+    """What happened to one sequence; one entry per round in all lists but tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)  # tokens produced before the round
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    lattices: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+
+
+@contextmanager
+def native_session(target: Any, draft: Any, **options: int) -> Iterator[int]:
+    """A dflash2_session over two loaded models; options are fields of dflash2_session_params."""
+    library = api().dflash2
+    params: SessionParams = library.dflash2_session_default_params()
+    for name, value in options.items():
+        setattr(params, name, value)
+    status = ctypes.c_int32(0)
+    session = library.dflash2_session_init(
+        target, draft, ctypes.byref(params), ctypes.byref(status)
+    )
+    if not session:
+        raise failure(status.value, "dflash2_session_init")
+    try:
+        yield session
+    finally:
+        library.dflash2_session_free(session)
+
+
+def record(
+    session: int, prompts: Sequence[Sequence[int]], n_predict: int, lattices: bool
+) -> list[Record]:
+    """Generate n_predict tokens greedily for all prompts at once, one sequence each, whatever the tokens are."""
+    library = api().dflash2
+    params: SeqParams = library.dflash2_seq_default_params()
+    params.verifier, params.n_predict, params.ignore_eos = _GREEDY, n_predict, True
+    for number, prompt in enumerate(prompts):
+        ids = (ctypes.c_int32 * len(prompt))(*prompt)
+        status = library.dflash2_session_seq_begin(
+            session, number, ids, len(prompt), ctypes.byref(params)
+        )
+        check(status, "dflash2_session_seq_begin")
+    records = [Record() for _ in prompts]
+    results = (StepResult * len(prompts))()
+    while count := check(library.dflash2_session_step(session, results), "dflash2_session_step"):
+        for result in results[:count]:
+            _note(session, result, records[result.seq_id], lattices)
+    for number in range(len(prompts)):
+        check(library.dflash2_session_seq_clear(session, number), "dflash2_session_seq_clear")
+    return records
+
+
+def _note(session: int, result: StepResult, record: Record, lattices: bool) -> None:
+    if result.n_drafted > 0 or record.tokens:
+        record.before.append(len(record.tokens))
+        record.drafted.append(result.n_drafted)
+        record.accepted.append(result.n_accepted)
+        if lattices:
+            record.lattices.append(_lattice(session, result.seq_id))
+    record.tokens.extend(result.tokens[: result.n_tokens])
+
+
+def _lattice(session: int, sequence: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    view = _DraftView()
+    read = api().dflash2.dflash2_session_draft_view
+    read.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(_DraftView)]
+    check(read(session, sequence, ctypes.byref(view)), "dflash2_session_draft_view")
+    n, k = view.n_drafted, view.top_k
+    if n == 0:
+        return np.zeros(0, np.int32), np.zeros((0, k), np.int32), np.zeros((0, k, k), np.float32)
+    return (
+        np.ctypeslib.as_array(view.path, (n,)).copy(),
+        np.ctypeslib.as_array(view.candidates, (n, k)).copy(),
+        np.ctypeslib.as_array(view.scores, (n, k, k)).copy(),
+    )
+
+
+def failures(session: int) -> list[int]:
+    """Rounds that had to be decoded without a draft, by dflash2_draft_failure."""
+    raw = StatsStruct()
+    api().dflash2.dflash2_session_stats(session, ctypes.byref(raw))
+    return list(raw.draft_failures)

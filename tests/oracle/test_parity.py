@@ -1,0 +1,163 @@
+"""Candidate sets, scores and greedy paths of libdflash2 against the authors' torch model, in float32.
+
+Every round of a generation is compared, so the context grows, past the window, by injected rows. The target's
+tokens come from libdflash2; the reference evaluates them again from scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.oracle.builds import Build
+from tests.oracle.reference import Lattice, Reference, load_draft, walk
+from tests.oracle.tiny_pairs import DraftShape, TargetShape, write_draft, write_target
+
+pytestmark = [pytest.mark.native, pytest.mark.reference]
+
+# of the largest score of a position; everything is float32, and about 5e-6 is what it measures
+TOLERANCE = 1e-4
+
+SIX_TAPS = (0, 1, 2, 4, 5, 6)
+SHAPES = [
+    DraftShape(name="sliding window"),
+    DraftShape(name="full attention", window=None),
+    DraftShape(name="one full layer", full_layers=(1,)),
+    DraftShape(name="causal", causal=True),
+    DraftShape(name="six taps", taps=SIX_TAPS),
+    DraftShape(name="block of 16", block_size=16, window=20),
+    DraftShape(
+        name="block of 16, full attention, six taps", block_size=16, window=None, taps=SIX_TAPS
+    ),
+    DraftShape(name="output multiplier", output_multiplier=0.5),
+    DraftShape(name="softcap", softcap=4.0),
+    DraftShape(name="embedding scale", embedding_scale=1.5),
+    DraftShape(name="all three", output_multiplier=0.7, softcap=3.0, embedding_scale=2.0),
+    DraftShape(name="three layers, group 32", layers=3, group_size=32, rank=16, top_k=8),
+]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A block as libdflash2 proposed it, and what stood before it."""
+
+    context: list[int]
+    anchor: int
+    path: np.ndarray
+    candidates: np.ndarray
+    scores: np.ndarray
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp(request.param) / "target.gguf"
+    return path, write_target(path, TargetShape(arch=request.param, tied=request.param == "llama"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_round_has_the_reference_lattice(
+    target: tuple[Path, Any],
+    shape: DraftShape,
+    ours: Build,
+    convert: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    path, module = target
+    source = write_draft(tmp_path / "draft", shape)
+    draft = convert(source, path, "f32", tmp_path / "draft.gguf")
+    reference = Reference(module, load_draft(source))
+    for width in sorted({1, 3, 7, shape.block_size - 1}):
+        for played in _rounds(ours, path, draft, width):
+            expected = reference.lattice(played.context, played.anchor, len(played.path))
+            compare(played, expected)
+
+
+def _rounds(ours: Build, target: Path, draft: Path, width: int) -> list[Round]:
+    rng = np.random.default_rng(width)
+    prompts = [rng.integers(8, 512, size=size).tolist() for size in (1, 9, 40)]
+    result = ours.run_one(
+        job="session",
+        path=str(target),
+        draft=str(draft),
+        prompts=prompts,
+        n_predict=12 + width,
+        lattices=True,
+        n_ctx=256,
+        n_batch=16,
+        n_ubatch=16,
+        n_draft_max=width,
+        n_threads=1,
+        type_k=0,
+        type_v=0,
+        flash_attn=0,
+    )
+    assert not result["failures"].any()
+    assert result["drafted"].max() == width
+    return rounds_of(prompts, result)
+
+
+def rounds_of(prompts: list[list[int]], result: dict[str, np.ndarray]) -> list[Round]:
+    """The rounds of a session job that drafted something."""
+    rounds = []
+    for number in np.flatnonzero(result["drafted"]):
+        prompt = int(result["prompt"][number])
+        known = prompts[prompt] + result["tokens"][prompt, : result["before"][number]].tolist()
+        lattice = [result[f"{name}-{number}"] for name in ("path", "candidates", "scores")]
+        rounds.append(Round(known[:-1], known[-1], *lattice))
+    return rounds
+
+
+def compare(played: Round, expected: Lattice, tolerance: float = TOLERANCE) -> None:
+    """Assert equality of a round with the reference, up to ties closer than the tolerance."""
+    position = len(played.context)
+    scale = np.abs(expected.scores).max(axis=(1, 2))
+    for t in range(len(played.path)):
+        _compare_candidates(played, expected, t, tolerance * scale[t], position)
+        _compare_scores(played, expected, t, tolerance * scale[t], position)
+    _compare_path(played, expected, tolerance * scale)
+
+
+def _compare_candidates(
+    played: Round, expected: Lattice, t: int, slack: float, position: int
+) -> None:
+    mine, theirs = set(played.candidates[t].tolist()), set(expected.candidates[t].tolist())
+    assert len(mine) == len(theirs), f"position {position} + {t}: repeated candidates"
+    edge = expected.logits[t][expected.candidates[t]].min()
+    for token in mine ^ theirs:
+        distance = abs(float(expected.logits[t][token] - edge))
+        assert distance <= slack, f"position {position} + {t}: candidate {token} off by {distance}"
+
+
+def _compare_scores(played: Round, expected: Lattice, t: int, slack: float, position: int) -> None:
+    mine, theirs = _common(played.candidates[t], expected.candidates[t])
+    before = (
+        _common(played.candidates[t - 1], expected.candidates[t - 1])
+        if t
+        else (np.array([0]), np.array([0]))
+    )
+    own = played.scores[t][np.ix_(before[0], mine)]
+    reference = expected.scores[t][np.ix_(before[1], theirs)]
+    worst = float(np.abs(own - reference).max())
+    assert worst <= slack, f"position {position} + {t}: score off by {worst}, allowed {slack}"
+
+
+def _common(mine: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _, left, right = np.intersect1d(mine, theirs, return_indices=True)
+    return left, right
+
+
+def _compare_path(played: Round, expected: Lattice, slack: np.ndarray) -> None:
+    chosen = walk(expected.scores)
+    for t, index in enumerate(chosen):
+        if played.path[t] == expected.path[t]:
+            continue
+        row = np.sort(expected.scores[t][chosen[t - 1] if t else 0])
+        margin = float(row[-1] - row[-2])
+        assert margin <= 2 * slack[t], f"+{t}: {played.path[t]}, not {expected.path[t]}: {margin}"
+        return  # after a tie the two walks are on different paths
+    assert [int(expected.candidates[t, b]) for t, b in enumerate(chosen)] == played.path.tolist()
