@@ -1,0 +1,36 @@
+"""What the system has left, and what llama.cpp's log says about a failed load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash2_gguf.errors import CheckpointError, NativeError
+from dflash2_gguf.models import _available_bytes, _load_error
+
+
+def test_available_memory_is_read_in_bytes(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   42 kB\n")
+    assert _available_bytes(meminfo) == 42 * 1024
+
+
+def test_available_memory_is_unknown_on_other_systems(tmp_path: Path) -> None:
+    assert _available_bytes(tmp_path / "meminfo") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "message"),
+    [
+        (CheckpointError, "tensor 'x' data is not within the file bounds", "is truncated: tensor"),
+        (NativeError, "unknown model architecture: 'y'", "cannot load m.gguf: unknown model"),
+    ],
+)
+def test_a_failed_load_gives_llama_cpps_reason(
+    kind: type[Exception], line: str, message: str
+) -> None:
+    log = [f"llama_model_load: error loading model: {line}", "failed to load model"]
+    error = _load_error(Path("m.gguf"), log)
+    assert type(error) is kind
+    assert message in error.message
