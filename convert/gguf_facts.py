@@ -15,6 +15,7 @@ from dflash2_gguf.gguf_schema import (
     FileType,
     GGMLType,
     Key,
+    Name,
     arch_key,
     draft_tensors,
 )
@@ -62,9 +63,9 @@ def _identity(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _kind(header: GGUFHeader) -> str:
-    if any(name.startswith("markov_") for name in header.tensors):
+    if any(name.startswith(Name.MARKOV_PREFIX) for name in header.tensors):
         return "DSpark"
-    has_selector = any(name.startswith("selector_") for name in header.tensors)
+    has_selector = any(name.startswith(Name.SELECTOR_PREFIX) for name in header.tensors)
     return "DFlash 2" if has_selector else "DFlash 1"
 
 
@@ -79,8 +80,8 @@ def _weights(header: GGUFHeader) -> dict[str, Any]:
         "file_type": None if file_type is None else known.get(file_type, str(file_type)),
         "tensors": len(header.tensors),
         "tensor_types": dict(sorted(kinds.items())),
-        "own_embeddings": "token_embd.weight" in header.tensors,
-        "own_head": "output.weight" in header.tensors,
+        "own_embeddings": Name.TOKEN_EMBD in header.tensors,
+        "own_head": Name.OUTPUT in header.tensors,
     }
 
 

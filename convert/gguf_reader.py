@@ -27,6 +27,8 @@ from dflash2_gguf.gguf_schema import (
 __all__ = ["GGUFHeader", "TensorEntry", "read_gguf"]
 
 _MAX_DIMS = 4
+# far above any tokenizer, far below what would hurt to hold in memory
+_MAX_VALUE_BYTES = 1 << 29
 _DOWNLOAD_HINT = "download or convert the file again"
 
 
@@ -104,6 +106,8 @@ class _Cursor:
         start = self.at
         if count > self.size - start:
             raise self.fail(f"it ends inside {what}")
+        if count > _MAX_VALUE_BYTES:
+            raise self.fail(f"{what} takes {count} bytes")
         self.at = start + count
         return start
 

@@ -14,6 +14,7 @@ from dflash2_gguf.convert.metadata import licence_warning, read_provenance
 from dflash2_gguf.convert.source import Checkpoint, open_checkpoint, read_json
 from dflash2_gguf.convert.tensors import plan_tensors
 from dflash2_gguf.errors import CheckpointError
+from dflash2_gguf.gguf_schema import Name
 
 __all__ = ["Inspection", "inspect", "render"]
 
@@ -79,8 +80,8 @@ def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
         "files": len(checkpoint.files),
         "tensors": len(checkpoint.tensors),
         "tensor_types": dict(sorted(kinds.items())),
-        "own_embeddings": "embed_tokens.weight" in checkpoint.tensors,
-        "own_head": "lm_head.weight" in checkpoint.tensors,
+        "own_embeddings": Name.HF_EMBEDDINGS in checkpoint.tensors,
+        "own_head": Name.HF_HEAD in checkpoint.tensors,
     }
 
 

@@ -1,4 +1,4 @@
-"""Which of llama.cpp's pre-tokenizers (``tokenizer.ggml.pre``) a tokenizer.json asks for.
+"""Which of llama.cpp's pre-tokenizers a tokenizer.json asks for.
 
 Several of llama.cpp's names share one regular expression and differ in flags only
 (``src/llama-vocab.cpp``), so a match needs the expression, ``ignore_merges`` and the model family.

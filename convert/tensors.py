@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dflash2_gguf.convert.hparams import DraftHparams
 from dflash2_gguf.convert.source import Checkpoint, SourceTensor
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import TensorSpec, draft_tensors
+from dflash2_gguf.gguf_schema import Name, TensorSpec, draft_tensors
 
 __all__ = ["PlannedTensor", "plan_tensors"]
 
@@ -16,8 +16,8 @@ _SHOWN = 5
 
 # part of a tensor name -> what a checkpoint with it is
 _FOREIGN = (
-    ("markov_", "a DSpark drafter (Markov head)"),
-    ("conf_proj", "a DSpark drafter (confidence head)"),
+    ("markov_", "a DSpark drafter"),
+    ("conf_proj", "a DSpark drafter"),
     ("d2t", "a drafter with a reduced vocabulary"),
     ("t2d", "a drafter with a reduced vocabulary"),
     ("sink", "a drafter with attention sinks"),
@@ -62,12 +62,12 @@ def plan_tensors(hparams: DraftHparams, checkpoint: Checkpoint) -> tuple[Planned
 
     Raises CheckpointError naming the missing, unknown or misshapen tensors.
     """
-    own_embeddings = "embed_tokens.weight" in checkpoint.tensors
-    own_head = "lm_head.weight" in checkpoint.tensors
+    own_embeddings = Name.HF_EMBEDDINGS in checkpoint.tensors
+    own_head = Name.HF_HEAD in checkpoint.tensors
     _refuse_foreign(checkpoint)
     if own_embeddings and not own_head and not hparams.tie_embeddings:
         raise CheckpointError(
-            "the checkpoint has embed_tokens.weight but no lm_head.weight, and does not tie them",
+            f"the checkpoint has {Name.HF_EMBEDDINGS} but no {Name.HF_HEAD}, and does not tie them",
             "llama.cpp would use the embeddings as head; set tie_word_embeddings if that is meant",
         )
     specs = draft_tensors(hparams.shape(own_embeddings=own_embeddings, own_head=own_head))
@@ -77,13 +77,13 @@ def plan_tensors(hparams: DraftHparams, checkpoint: Checkpoint) -> tuple[Planned
 
 
 def _planned(spec: TensorSpec, source: SourceTensor, hparams: DraftHparams) -> PlannedTensor:
+    if not source.nbytes:
+        raise CheckpointError(f"tensor {source.stored_name} has no elements")
     if source.shape != spec.shape:
         raise CheckpointError(
             f"tensor {source.stored_name} has shape {list(source.shape)}, "
             f"config.json asks for {list(spec.shape)}"
         )
-    if not source.nbytes:
-        raise CheckpointError(f"tensor {source.stored_name} has no elements")
     if source.dtype not in _READABLE:
         raise CheckpointError(
             f"tensor {source.stored_name} is stored as {source.dtype}",
@@ -108,7 +108,7 @@ def _refuse_foreign(checkpoint: Checkpoint) -> None:
                     f"tensor {name} belongs to {kind}",
                     "this version converts plain DFlash 2 drafters",
                 )
-    if not any(name.startswith("candidate_selector.") for name in checkpoint.tensors):
+    if not any(name.startswith(Name.HF_SELECTOR_PREFIX) for name in checkpoint.tensors):
         raise CheckpointError(
             "the checkpoint has no candidate selector: it is a DFlash 1 drafter",
             "this version converts DFlash 2 checkpoints only",
@@ -129,9 +129,13 @@ def _refuse_extra(specs: tuple[TensorSpec, ...], checkpoint: Checkpoint) -> None
     extra = [name for name in checkpoint.tensors if name not in known]
     if extra:
         raise CheckpointError(
-            f"{len(extra)} tensors are unknown: {_names(extra)}",
+            f"{_count(len(extra))} unknown: {_names(extra)}",
             "dropping them would change what the drafter computes",
         )
+
+
+def _count(number: int) -> str:
+    return "1 tensor is" if number == 1 else f"{number} tensors are"
 
 
 def _names(names: list[str]) -> str:

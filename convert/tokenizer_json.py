@@ -103,6 +103,9 @@ def _special(path: Path, data: dict[str, Any], ids: dict[str, int]) -> dict[str,
         flag = config.get(f"add_{kind}_token", _template_adds(data, config, kind))
         if isinstance(flag, bool):
             keys[key] = boolean(flag)
+    prefix = config.get("add_prefix_space")
+    if isinstance(prefix, bool):
+        keys[Key.ADD_SPACE_PREFIX] = boolean(prefix)
     template = _chat_template(path, config)
     if template:
         keys[Key.CHAT_TEMPLATE] = string(template)

@@ -23,6 +23,7 @@ __all__ = [
     "FileType",
     "GGMLType",
     "Key",
+    "Name",
     "Role",
     "TensorSpec",
     "TokenType",
@@ -180,6 +181,7 @@ class Key:
     TOKENS = "tokenizer.ggml.tokens"
     TOKEN_TYPES = "tokenizer.ggml.token_type"
     MERGES = "tokenizer.ggml.merges"
+    ADD_SPACE_PREFIX = "tokenizer.ggml.add_space_prefix"
     MASK_TOKEN_ID = "tokenizer.ggml.mask_token_id"
     CHAT_TEMPLATE = "tokenizer.chat_template"
     CHAT_TEMPLATES = "tokenizer.chat_templates"
@@ -251,6 +253,18 @@ class Key:
         EMBEDDING_SCALE = "embedding_scale"
 
 
+class Name:
+    """Tensor names that are asked for one by one; all others follow from the shape of a drafter."""
+
+    TOKEN_EMBD = "token_embd.weight"
+    OUTPUT = "output.weight"
+    SELECTOR_PREFIX = "selector_"
+    MARKOV_PREFIX = "markov_"
+    HF_EMBEDDINGS = "embed_tokens.weight"
+    HF_HEAD = "lm_head.weight"
+    HF_SELECTOR_PREFIX = "candidate_selector."
+
+
 class Role(str, Enum):
     """What a tensor does in the drafter; presets choose types by role, never by name."""
 
@@ -316,8 +330,8 @@ class TensorSpec:
 _ROTATED: Final = ("attn_q.weight", "attn_k.weight", "attn_q_norm.weight", "attn_k_norm.weight")
 
 _GLOBAL: Final = {
-    "embed_tokens.weight": "token_embd.weight",
-    "lm_head.weight": "output.weight",
+    Name.HF_EMBEDDINGS: Name.TOKEN_EMBD,
+    Name.HF_HEAD: Name.OUTPUT,
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
@@ -365,9 +379,9 @@ def _global_tensors(s: DraftShape) -> list[TensorSpec]:
     if s.own_embeddings:
         # without a head of its own the drafter uses its embeddings as head
         role = Role.TOKEN_EMBD if s.own_head else Role.OUTPUT
-        own.append(_global("embed_tokens.weight", role, s.n_vocab, s.n_embd))
+        own.append(_global(Name.HF_EMBEDDINGS, role, s.n_vocab, s.n_embd))
     if s.own_head:
-        own.append(_global("lm_head.weight", Role.OUTPUT, s.n_vocab, s.n_embd))
+        own.append(_global(Name.HF_HEAD, Role.OUTPUT, s.n_vocab, s.n_embd))
     selector = "candidate_selector"
     return [
         *own,

@@ -1,0 +1,162 @@
+"""Our files against those of the unpatched pin's own converter and quantizer, tensor for tensor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from dflash2_gguf.convert.pipeline import make_plan, run
+from dflash2_gguf.presets import load_preset, preset_names
+from tests.convert import checkpoints
+from tests.convert.hf_targets import write_hf_target
+
+QUANTIZED = [name for name in preset_names() if name not in ("f32", "f16", "bf16")]
+
+# keys that only one side writes: names upstream guesses from the folder, and where our file is from
+ONLY_UPSTREAM = {"general.finetune", "general.basename"}
+OUR_PREFIX = "dflash2."
+
+
+def ours(source: Path, target: Path, presets: list[str], folder: Path) -> dict[str, Path]:
+    paths = {preset: folder / f"ours-{preset}.gguf" for preset in presets}
+    plan = make_plan(source, target, [(load_preset(p), path) for p, path in paths.items()])
+    run(plan, force=False, progress=lambda _count: None)
+    return paths
+
+
+def differing(path: Path, other: Path) -> list[str]:
+    """Tensors whose name, shape, type or bytes differ, by the ``gguf`` package."""
+    first, second = ({t.name: t for t in gguf.GGUFReader(file).tensors} for file in (path, other))
+    return [
+        name
+        for name in sorted(set(first) | set(second))
+        if name not in first
+        or name not in second
+        or first[name].tensor_type != second[name].tensor_type
+        or first[name].shape.tolist() != second[name].shape.tolist()
+        or not np.array_equal(first[name].data, second[name].data)
+    ]
+
+
+def metadata(path: Path) -> dict[str, tuple[list[str], Any]]:
+    reader = gguf.GGUFReader(path)
+    return {
+        key: ([kind.name for kind in field.types], field.contents())
+        for key, field in reader.fields.items()
+        if not key.startswith("GGUF.") and not key.startswith(OUR_PREFIX)
+    }
+
+
+@pytest.fixture(scope="module")
+def hf_target(tmp_path_factory: pytest.TempPathFactory, target_gguf: Path) -> Path:
+    return write_hf_target(tmp_path_factory.mktemp("hf") / "target", target_gguf)
+
+
+@pytest.fixture(scope="module")
+def upstream_converted(
+    tmp_path_factory: pytest.TempPathFactory, peer_dir: Path, drafter_dir: Path, hf_target: Path
+) -> Callable[[str], Path]:
+    """The bundled drafter by the pin's ``convert_hf_to_gguf.py``."""
+    folder = tmp_path_factory.mktemp("upstream")
+    script = peer_dir.parents[1] / "convert_hf_to_gguf.py"
+
+    def convert(outtype: str) -> Path:
+        path = folder / f"{outtype}.gguf"
+        options = ["--target-model-dir", hf_target, "--outtype", outtype, "--outfile", path]
+        done = subprocess.run(
+            [sys.executable, str(script), str(drafter_dir), *map(str, options)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return path
+
+    return convert
+
+
+@pytest.mark.peer
+@pytest.mark.reference
+@pytest.mark.native
+@pytest.mark.parametrize("outtype", ["f32", "f16", "bf16", "q8_0"])
+def test_tensors_equal_those_of_upstreams_converter(
+    upstream_converted: Callable[[str], Path],
+    drafter_dir: Path,
+    target_gguf: Path,
+    tmp_path: Path,
+    outtype: str,
+) -> None:
+    path = ours(drafter_dir, target_gguf, [outtype], tmp_path)[outtype]
+    assert differing(path, upstream_converted(outtype)) == []
+
+
+@pytest.mark.peer
+@pytest.mark.reference
+def test_metadata_equals_that_of_upstreams_converter(
+    upstream_converted: Callable[[str], Path],
+    drafter_dir: Path,
+    target_gguf: Path,
+    hf_target: Path,
+    tmp_path: Path,
+) -> None:
+    theirs = metadata(upstream_converted("bf16"))
+    for key in ONLY_UPSTREAM:
+        del theirs[key]
+    del theirs["general.name"]
+    for name, target in (("gguf", target_gguf), ("hf", hf_target)):
+        (tmp_path / name).mkdir()
+        mine = metadata(ours(drafter_dir, target, ["bf16"], tmp_path / name)["bf16"])
+        assert mine.pop("general.name") == (["STRING"], "smollm2-135m-dflash2")
+        if name == "hf":
+            # upstream knows this one vocabulary and writes llama.cpp's default for it
+            assert mine.setdefault("tokenizer.ggml.add_bos_token", (["BOOL"], False))
+        assert mine == theirs
+        own = [key for key in mine if not key.startswith("tokenizer.")]
+        assert own == [key for key in theirs if not key.startswith("tokenizer.")]
+
+
+def wide_checkpoint(folder: Path) -> Path:
+    """Nine layers with rows of 256 and four query heads per key-value head, to reach every rule."""
+    data = checkpoints.config(
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=32,
+        num_attention_heads=8,
+        num_hidden_layers=9,
+        layer_types=["sliding_attention"] * 9,
+        dflash__selector_rank=256,
+    )
+    return checkpoints.write_checkpoint(folder, data=data)
+
+
+@pytest.mark.peer
+@pytest.mark.native
+@pytest.mark.parametrize("drafter", ["bundled", "wide"])
+def test_quantized_tensors_equal_those_of_llama_quantize(
+    peer_bin: Callable[[str], Path],
+    drafter_dir: Path,
+    target_gguf: Path,
+    tmp_path: Path,
+    drafter: str,
+) -> None:
+    source, target = drafter_dir, target_gguf
+    if drafter == "wide":
+        source = wide_checkpoint(tmp_path / "wide")
+        target = checkpoints.write_target(tmp_path / "target.gguf", n_embd=256)
+    paths = ours(source, target, ["f32", *QUANTIZED], tmp_path)
+    for preset in QUANTIZED:
+        theirs = tmp_path / f"theirs-{preset}.gguf"
+        command = [peer_bin("llama-quantize"), paths["f32"], theirs, preset.upper(), "2"]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert differing(paths[preset], theirs) == [], preset
+        assert metadata(paths[preset])["general.file_type"] == metadata(theirs)["general.file_type"]
