@@ -177,8 +177,7 @@ def _inspect(
     from dflash2_gguf.convert.commands import show
     from dflash2_gguf.convert.ui import Terminal
 
-    del verbose  # only tracebacks, which main prints
-    return partial(show, file, Terminal(), as_json=as_json)
+    return partial(show, file, Terminal(), as_json=as_json, verbose=verbose)
 
 
 def _presets(as_json: _Json = False) -> _Job:

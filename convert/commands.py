@@ -128,13 +128,15 @@ def _result(plan: Plan, request: ConvertRequest, hashes: dict[str, str]) -> dict
     }
 
 
-def show(path: Path, terminal: Terminal, *, as_json: bool) -> int:
+def show(path: Path, terminal: Terminal, *, as_json: bool, verbose: bool) -> int:
     """Print the facts of a drafter; problems are warnings."""
     inspection = inspect(path)
     if as_json:
         terminal.json({**inspection.facts, "problems": list(inspection.problems)})
         return 0
     terminal.facts(str(path), render(inspection.facts))
+    if verbose:
+        terminal.facts("tensors", inspection.tensors)
     for problem in inspection.problems:
         terminal.warning(problem)
     return 0

@@ -20,7 +20,7 @@ from dflash2_gguf.gguf_schema import (
     draft_tensors,
 )
 
-__all__ = ["gguf_facts"]
+__all__ = ["gguf_facts", "type_name"]
 
 _SHOWN = 5
 
@@ -43,6 +43,11 @@ def gguf_facts(header: GGUFHeader) -> tuple[dict[str, Any], list[str]]:
         **_origin(header),
     }
     return facts, _problems(header, facts)
+
+
+def type_name(kind: GGMLType | int) -> str:
+    """Name of a tensor type, or its number where this project does not write it."""
+    return kind.name if isinstance(kind, GGMLType) else f"type {kind}"
 
 
 def _list(header: GGUFHeader, key: str) -> list[Scalar] | None:
@@ -71,7 +76,7 @@ def _kind(header: GGUFHeader) -> str:
 
 def _weights(header: GGUFHeader) -> dict[str, Any]:
     tensors = header.tensors.values()
-    kinds = Counter(t.type.name if isinstance(t.type, GGMLType) else str(t.type) for t in tensors)
+    kinds = Counter(type_name(t.type) for t in tensors)
     file_type = header.integer(Key.FILE_TYPE)
     known = {int(item): item.name.removeprefix("MOSTLY_") for item in FileType}
     return {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash2_gguf.convert.gguf_facts import gguf_facts
+from dflash2_gguf.convert.gguf_facts import gguf_facts, type_name
 from dflash2_gguf.convert.gguf_reader import read_gguf
 from dflash2_gguf.convert.hparams import DraftHparams, read_hparams
 from dflash2_gguf.convert.metadata import licence_warning, read_provenance
@@ -21,10 +21,14 @@ __all__ = ["Inspection", "inspect", "render"]
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Facts by name, in reading order; None means unknown. Problems are full lines."""
+    """Facts by name, in reading order; None means unknown. Problems are full lines.
+
+    ``tensors`` gives type and shape (slowest dimension first) by name.
+    """
 
     facts: dict[str, Any]
-    problems: tuple[str, ...] = field(default=())
+    tensors: dict[str, str]
+    problems: tuple[str, ...] = ()
 
 
 def inspect(path: Path) -> Inspection:
@@ -37,8 +41,10 @@ def inspect(path: Path) -> Inspection:
         raise CheckpointError(
             f"{path} is one file of a checkpoint", f"give its folder instead: {path.parent}"
         )
-    facts, problems = gguf_facts(read_gguf(path))
-    return Inspection(facts=facts, problems=tuple(problems))
+    header = read_gguf(path)
+    facts, problems = gguf_facts(header)
+    tensors = {t.name: f"{type_name(t.type)} {list(t.shape)}" for t in header.tensors.values()}
+    return Inspection(facts=facts, tensors=tensors, problems=tuple(problems))
 
 
 def _inspect_directory(path: Path) -> Inspection:
@@ -63,7 +69,11 @@ def _inspect_directory(path: Path) -> Inspection:
         **_shape(hparams),
         **_behaviour(hparams),
     }
-    return Inspection(facts=facts, problems=(*problems, *([warning] if warning else [])))
+    return Inspection(
+        facts=facts,
+        tensors={t.name: f"{t.dtype} {list(t.shape)}" for t in checkpoint.tensors.values()},
+        problems=(*problems, *([warning] if warning else [])),
+    )
 
 
 def _weights(checkpoint: Checkpoint) -> dict[str, Any]:

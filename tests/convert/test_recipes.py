@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from dflash2_gguf.errors import UsageError
@@ -108,20 +106,3 @@ def test_unknown_recipe_lists_the_known_ones() -> None:
         load_preset("q9")
     assert caught.value.message == "there is no preset 'q9'"
     assert caught.value.hint == f"known presets: {', '.join(ALL)}"
-
-
-def test_converter_leaves_the_spelling_of_keys_and_tensors_to_the_schema() -> None:
-    root = Path(__file__).resolve().parents[2]
-    files = [*root.glob("convert/*.py"), *root.glob("quant_presets/*.toml")]
-    files.append(root / "dflash2_gguf" / "presets.py")
-    spelled = (
-        '"general.',
-        "tokenizer.ggml",
-        '"dflash.',
-        "blk.",
-        "attn_norm",
-        "token_embd.",
-        "lm_head",
-    )
-    found = [(path.name, word) for path in files for word in spelled if word in path.read_text()]
-    assert found == []
