@@ -49,7 +49,7 @@ _DraftMax = Annotated[
     typer.Option(
         "--draft-max",
         metavar="auto|off|N",
-        help="Tokens drafted at once; auto is the drafter's block size - 1.",
+        help="Tokens drafted at once; auto is as many as pay, none if none do.",
     ),
 ]
 _MaxTokens = Annotated[

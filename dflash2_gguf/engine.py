@@ -13,6 +13,7 @@ from dflash2_gguf.models import Progress, memory_from, open_pair
 from dflash2_gguf.native import (
     ABORTED,
     FINISH_REASONS,
+    LogitBias,
     MemoryStruct,
     SeqParams,
     SessionParams,
@@ -23,7 +24,7 @@ from dflash2_gguf.native import (
     failure,
 )
 from dflash2_gguf.sampling import VERIFIERS, SamplingParams
-from dflash2_gguf.stats import DRAFT_FAILURES, Memory, Stats
+from dflash2_gguf.stats import DRAFT_FAILURES, WIDTH_REASONS, Memory, Stats
 from dflash2_gguf.vocab import Vocab
 
 __all__ = ["AbortedError", "Engine", "EngineOptions", "Step", "echo_log", "physical_cores"]
@@ -31,6 +32,17 @@ __all__ = ["AbortedError", "Engine", "EngineOptions", "Step", "echo_log", "physi
 _DEFAULT_CTX = 8192
 _RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED
 _SEQ = 0
+# fields that SamplingParams and struct dflash2_seq_params call the same
+_SAME_NAME = (
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+)
 
 
 class AbortedError(Exception):
@@ -44,7 +56,7 @@ class EngineOptions:
     n_ctx: None is the smaller of 8192 and what the model was trained with, 0 the latter.
     n_batch, n_ubatch: prompt tokens per step and per evaluation.
     n_threads: None is the number of physical cores this process may use.
-    draft_max: drafted tokens per round; None is the drafter's block size - 1, 0 drafts never.
+    draft_max: drafted tokens per round; None is as many as pay, 0 drafts never.
 
     Raises UsageError for a value out of range.
     """
@@ -89,6 +101,7 @@ class Engine:
     ) -> None:
         self._api = api()
         params = _session_params(self._api.dflash2.dflash2_session_default_params(), options)
+        self._options = options
         self._handle: int | None = None
         self._target, self._draft = open_pair(target, draft, params, on_progress=on_progress)
         try:
@@ -111,7 +124,8 @@ class Engine:
         """Start on this whole prompt; number of tokens that the caches already hold."""
         params = _seq_params(self._api.dflash2.dflash2_seq_default_params(), sampling)
         params.n_predict = -1 if max_tokens is None else max_tokens
-        params.n_draft_max = -1 if draft_max is None else draft_max
+        wanted = self._options.draft_max if draft_max is None else draft_max
+        params.n_draft_max = -1 if wanted is None else wanted
         ids = (ctypes.c_int32 * len(tokens))(*tokens)
         status = self._api.dflash2.dflash2_session_seq_begin(
             self._handle, _SEQ, ids, len(tokens), ctypes.byref(params)
@@ -225,6 +239,12 @@ def _seq_params(params: SeqParams, sampling: SamplingParams) -> SeqParams:
     params.penalty_repeat = sampling.repeat_penalty
     params.penalty_freq = sampling.frequency_penalty
     params.penalty_present = sampling.presence_penalty
+    for name in _SAME_NAME:
+        setattr(params, name, getattr(sampling, name))
+    bias = [LogitBias(token, value) for token, value in sampling.logit_bias.items()]
+    params.n_logit_bias = len(bias)
+    params.logit_bias = (LogitBias * len(bias))(*bias)
+    params.grammar = None if sampling.grammar is None else sampling.grammar.encode()
     return params
 
 
@@ -247,5 +267,7 @@ def _stats_from(raw: StatsStruct) -> Stats:
         **{f"{name}_seconds": getattr(raw, f"t_{name}_us") / 1e6 for name in times},
         accepted_at=tuple(raw.accepted_at[:width]),
         drafted_at=tuple(raw.drafted_at[:width]),
+        verified_width=tuple(raw.verified_width[: width + 1]),
         draft_failures=dict(zip(DRAFT_FAILURES, raw.draft_failures, strict=True)),
+        width_reasons=dict(zip(WIDTH_REASONS, raw.rounds_by_reason, strict=True)),
     )

@@ -26,6 +26,7 @@ __all__ = [
     "ABORTED",
     "FINISH_REASONS",
     "Api",
+    "LogitBias",
     "MemoryStruct",
     "SeqParams",
     "SessionParams",
@@ -67,6 +68,12 @@ class SessionParams(ctypes.Structure):
     ]
 
 
+class LogitBias(ctypes.Structure):
+    """struct llama_logit_bias."""
+
+    _fields_ = [("token", ctypes.c_int32), ("bias", ctypes.c_float)]
+
+
 class SeqParams(ctypes.Structure):
     """struct dflash2_seq_params."""
 
@@ -86,6 +93,17 @@ class SeqParams(ctypes.Structure):
         ("penalty_repeat", ctypes.c_float),
         ("penalty_freq", ctypes.c_float),
         ("penalty_present", ctypes.c_float),
+        ("typical_p", ctypes.c_float),
+        ("top_n_sigma", ctypes.c_float),
+        ("xtc_probability", ctypes.c_float),
+        ("xtc_threshold", ctypes.c_float),
+        ("dry_multiplier", ctypes.c_float),
+        ("dry_base", ctypes.c_float),
+        ("dry_allowed_length", ctypes.c_int32),
+        ("dry_penalty_last_n", ctypes.c_int32),
+        ("logit_bias", ctypes.POINTER(LogitBias)),
+        ("n_logit_bias", ctypes.c_size_t),
+        ("grammar", ctypes.c_char_p),
     ]
 
 
@@ -124,6 +142,8 @@ class StatsStruct(ctypes.Structure):
         ("t_verify_us", ctypes.c_uint64),
         ("t_sample_us", ctypes.c_uint64),
         ("n_prompt_sampled", ctypes.c_uint64),
+        ("verified_width", ctypes.c_uint64 * (MAX_DRAFT + 1)),
+        ("rounds_by_reason", ctypes.c_uint64 * 5),
     ]
 
 

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dflash2_gguf.errors import UsageError
 
 __all__ = ["VERIFIERS", "SamplingParams"]
 
-VERIFIERS = ("auto", "greedy", "match")
+VERIFIERS = ("auto", "greedy", "match", "coupled", "reject", "block")
 
 _MAX_SEED = 2**32 - 2  # llama.cpp reads 2**32 - 1 as "draw a random seed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampler chain of one generation, in llama.cpp's order and with llama.cpp's defaults.
+    """Samplers of one generation, with llama.cpp's defaults.
+
+    Applied in this order, with and without a drafter: logit bias, grammar, penalties, DRY,
+    top-n-sigma, top-k, typical, top-p, min-p, XTC, temperature.
 
     temperature: 0 is greedy.
     top_k: keep the k likeliest tokens; 0 keeps all.
     top_p: keep the likeliest tokens that together have this probability; 1 keeps all.
     min_p: drop tokens below this fraction of the likeliest one's probability; 0 drops none.
-    seed: None draws one.
+    seed: None draws one. With a seed the same request gives the same text again.
+    typical_p: locally typical sampling; 1 is off. top_n_sigma: keep logits within so many standard
+        deviations of the largest; 0 is off. xtc_probability, xtc_threshold: exclude top choices.
+    dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n: penalty on repeated sequences;
+        multiplier 0 is off.
+    logit_bias: token id to what is added to its logit; -inf forbids it.
+    grammar: GBNF with a rule named root; None allows everything.
     repeat_penalty, frequency_penalty, presence_penalty: over the last ``penalty_last_n`` tokens
         (-1 = the whole context); 1, 0 and 0 switch them off.
     verifier: how drafted tokens are accepted. All are lossless (``dflash2.h``, dflash2_verifier).
@@ -39,6 +49,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     penalty_last_n: int = 64
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
     verifier: str = "auto"
 
     def __post_init__(self) -> None:
@@ -51,6 +71,14 @@ class SamplingParams:
         _require_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
         _require_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
         _require_range("penalty_last_n", self.penalty_last_n, -1, 2**31 - 1)
+        _require_range("typical_p", self.typical_p, 0.0, 1.0)
+        _require_range("top_n_sigma", self.top_n_sigma, 0.0, math.inf)
+        _require_range("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _require_range("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        _require_range("dry_multiplier", self.dry_multiplier, 0.0, math.inf)
+        _require_range("dry_base", self.dry_base, 1.0, math.inf)
+        _require_range("dry_allowed_length", self.dry_allowed_length, 0, 2**31 - 1)
+        _require_range("dry_penalty_last_n", self.dry_penalty_last_n, -1, 2**31 - 1)
         if self.verifier not in VERIFIERS:
             raise UsageError(
                 f"verifier is {self.verifier!r}", f"it can be one of {', '.join(VERIFIERS)}"
@@ -58,7 +86,7 @@ class SamplingParams:
         if self.verifier == "greedy" and self.temperature > 0:
             raise UsageError(
                 f"verifier 'greedy' does not sample at temperature {self.temperature:g}",
-                "use verifier 'match' or 'auto', or temperature 0",
+                "use another verifier or 'auto', or temperature 0",
             )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["DRAFT_FAILURES", "Memory", "Stats"]
+__all__ = ["DRAFT_FAILURES", "WIDTH_REASONS", "Memory", "Stats"]
 
 # order of enum dflash2_draft_failure in dflash2.h
 DRAFT_FAILURES = ("cache", "compute", "values")
+# order of enum dflash2_width_reason
+WIDTH_REASONS = ("drafts", "explores", "probes", "plain", "refreshes")
 
 _FAILURE_TEXT = {
     "cache": "the draft cache was full",
@@ -27,6 +29,9 @@ class Stats:
     Tokens and rounds are counts, times are seconds. ``accepted_at[i]`` of ``drafted_at[i]`` rounds
     accepted their draft at position i. ``draft_failures`` counts, by reason, the steps that had to
     be decoded without a draft: no room in the draft cache, a failed draft pass, unusable values.
+    ``verified_width[n]`` steps verified n drafted tokens; ``width_reasons`` counts, where the width
+    is automatic, why rounds drafted or did not: drafting pays, nothing is known yet, a probe
+    whether it pays again, it does not pay, a plain step to measure again what that costs.
     """
 
     n_prompt: int = 0
@@ -39,7 +44,9 @@ class Stats:
     n_accepted: int = 0
     accepted_at: tuple[int, ...] = ()
     drafted_at: tuple[int, ...] = ()
+    verified_width: tuple[int, ...] = ()
     draft_failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFT_FAILURES, 0))
+    width_reasons: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WIDTH_REASONS, 0))
     prompt_seconds: float = 0.0
     inject_seconds: float = 0.0
     draft_seconds: float = 0.0

@@ -40,6 +40,11 @@ dflash2_seq_params dflash2_seq_default_params(void) {
     params.top_p          = 1.0f;
     params.penalty_last_n = 64;
     params.penalty_repeat = 1.0f;
+    params.typical_p      = 1.0f;
+    params.xtc_threshold  = 0.1f;
+    params.dry_base       = 1.75f;
+    params.dry_allowed_length = 2;
+    params.dry_penalty_last_n = -1;
     return params;
 }
 

@@ -52,11 +52,15 @@ enum dflash2_status {
     DFLASH2_ERROR_ABORTED    = -6, // dflash2_session_abort() was called; the sequences are intact
 };
 
-// How drafted tokens are accepted. All are lossless; see docs of each in verify.h.
+// How drafted tokens are accepted. All are lossless: the tokens have the law of plain decoding. greedy, match and
+// coupled give the very same tokens as plain decoding with the same seed. See verify.h.
 enum dflash2_verifier {
-    DFLASH2_VERIFIER_AUTO   = 0, // greedy at temperature <= 0, else match
-    DFLASH2_VERIFIER_GREEDY = 1, // equality with the argmax of the target
-    DFLASH2_VERIFIER_MATCH  = 2, // equality with a sample of the target's sampler chain (upstream's rule)
+    DFLASH2_VERIFIER_AUTO    = 0, // greedy at temperature <= 0; coupled with a seed or a grammar; else block
+    DFLASH2_VERIFIER_GREEDY  = 1, // equality with the most likely token of the target
+    DFLASH2_VERIFIER_MATCH   = 2, // best drafted path, equality with the target's sample (upstream's rule)
+    DFLASH2_VERIFIER_COUPLED = 3, // draft and target sample with the same noise, equality
+    DFLASH2_VERIFIER_REJECT  = 4, // sampled path, speculative rejection sampling token by token
+    DFLASH2_VERIFIER_BLOCK   = 5, // sampled path, rejection of whole prefixes; accepts at least as much as reject
 };
 
 enum dflash2_finish {
@@ -74,12 +78,22 @@ enum dflash2_draft_failure {
     DFLASH2_DRAFT_FAILURE_COUNT   = 3,
 };
 
+// why a round drafted, or did not, where the width is automatic
+enum dflash2_width_reason {
+    DFLASH2_WIDTH_DRAFTS    = 0, // drafting pays
+    DFLASH2_WIDTH_EXPLORES  = 1, // nothing is known yet
+    DFLASH2_WIDTH_PROBES    = 2, // does it pay again?
+    DFLASH2_WIDTH_PLAIN     = 3, // it does not
+    DFLASH2_WIDTH_REFRESHES = 4, // measuring again what a plain step costs
+    DFLASH2_WIDTH_REASON_COUNT = 5,
+};
+
 struct dflash2_session_params {
     uint32_t n_ctx;             // target context in tokens; 0 = what the model was trained with
     uint32_t n_batch;           // prompt tokens per step
     uint32_t n_ubatch;          // target micro-batch
     uint32_t n_seq_max;         // sequences that can be held at once
-    int32_t  n_draft_max;       // drafted tokens per round; < 0 = block size - 1, 0 = no drafting
+    int32_t  n_draft_max;       // most drafted tokens per round; < 0 = block size - 1, 0 = no drafting
     int32_t  n_threads;         // <= 0 = all usable CPUs
     int32_t  n_threads_batch;   // <= 0 = n_threads
     int32_t  type_k;            // ggml_type of the target's K cache
@@ -91,12 +105,13 @@ struct dflash2_session_params {
 struct dflash2_seq_params {
     int32_t verifier;           // enum dflash2_verifier
     int32_t n_predict;          // tokens to produce; < 0 = until stop or context is full
-    int32_t n_draft_max;        // drafted tokens per round of this sequence; < 0 = the session's
+    int32_t n_draft_max;        // drafted tokens per round; < 0 = as many as pay, 0 = never draft
     bool    ignore_eos;         // end-of-generation tokens do not stop the sequence
     const llama_token * stop;   // further tokens that stop it, may be NULL
     size_t  n_stop;
 
-    // sampler chain, in llama.cpp's default order: penalties, top-k, top-p, min-p, temperature, draw
+    // samplers, applied in this order: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p,
+    // XTC, temperature
     uint32_t seed;              // LLAMA_DEFAULT_SEED = random
     float    temp;              // <= 0 = greedy
     int32_t  top_k;             // <= 0 = off
@@ -106,6 +121,17 @@ struct dflash2_seq_params {
     float    penalty_repeat;    // 1.0 = off
     float    penalty_freq;      // 0.0 = off
     float    penalty_present;   // 0.0 = off
+    float    typical_p;         // 1.0 = off
+    float    top_n_sigma;       // <= 0 = off
+    float    xtc_probability;   // 0.0 = off
+    float    xtc_threshold;
+    float    dry_multiplier;    // 0.0 = off
+    float    dry_base;
+    int32_t  dry_allowed_length;
+    int32_t  dry_penalty_last_n; // 0 = off, -1 = context size
+    const llama_logit_bias * logit_bias; // may be NULL
+    size_t   n_logit_bias;
+    const char * grammar;       // GBNF with a rule "root", NULL = none
 };
 
 struct dflash2_step_result {
@@ -137,6 +163,8 @@ struct dflash2_stats {
     uint64_t t_verify_us;
     uint64_t t_sample_us;
     uint64_t n_prompt_sampled;   // tokens produced by the evaluation of a prompt, not by a verification step
+    uint64_t verified_width[DFLASH2_MAX_DRAFT + 1]; // verification steps by how many drafted tokens they verified
+    uint64_t rounds_by_reason[DFLASH2_WIDTH_REASON_COUNT]; // rounds in which the width was automatic
 };
 
 // bytes, per part; measured on a model without weights (llama_model_params.no_alloc) it is a plan

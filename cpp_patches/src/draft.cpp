@@ -6,9 +6,6 @@
 #include <algorithm>
 #include <cmath>
 
-// feature rows per injection pass; the compute buffer of a drafter grows with it times the vocabulary
-static constexpr uint32_t N_INJECT_ROWS = 64;
-
 static uint32_t pad_256(uint32_t n) {
     return (n + 255)/256*256;
 }
@@ -22,7 +19,7 @@ dflash2_draft::dflash2_draft(llama_model * model, llama_context * ctx_target, co
     n_features_  = (int32_t) info_.layer_inputs.size() * n_embd_;
 
     const uint32_t n_block  = params.n_seq_max * (n_draft_max_ + 1);
-    const uint32_t n_ubatch = std::max(n_block, N_INJECT_ROWS);
+    const uint32_t n_ubatch = std::max(n_block, (uint32_t) N_INJECT_ROWS);
     // the window, the block, and room to inject a chunk without losing window rows
     const uint32_t n_ctx = llama_n_ctx_seq(ctx_target);
     n_cells_ = pad_256((info_.window > 0 ? std::min<uint32_t>(info_.window, n_ctx) + n_ubatch : n_ctx) + n_draft_max_ + 1);
@@ -181,14 +178,4 @@ bool dflash2_draft::draft(const std::vector<dflash2_block> & blocks, int32_t n, 
         }
     }
     return true;
-}
-
-void dflash2_walk_greedy(const dflash2_lattice & lattice, std::vector<llama_token> & path) {
-    path.clear();
-    int32_t predecessor = 0;
-    for (int32_t t = 0; t < lattice.n_rows; ++t) {
-        const float * scores = lattice.row_scores(t, predecessor);
-        predecessor = (int32_t) (std::max_element(scores, scores + lattice.top_k) - scores);
-        path.push_back(lattice.candidates[(size_t) t*lattice.top_k + predecessor]);
-    }
 }

@@ -21,10 +21,6 @@ struct dflash2_lattice {
     }
 };
 
-// Follows the best edge from the anchor on: argmax over the K scores after the realised predecessor
-// (dflash/model.py: CandidateSelector, temperature 0). path: [n_rows] token ids.
-void dflash2_walk_greedy(const dflash2_lattice & lattice, std::vector<llama_token> & path);
-
 struct dflash2_block {
     llama_seq_id seq_id;
     llama_token  anchor;
@@ -33,14 +29,22 @@ struct dflash2_block {
 
 // Rows of target features for the draft cache, one per evaluated target token.
 struct dflash2_features {
-    llama_seq_id       seq_id;
-    llama_pos          pos;     // of the first row; rows are consecutive
-    int32_t            n_rows;
+    llama_seq_id       seq_id = 0;
+    llama_pos          pos    = 0; // of the first row; rows are consecutive
+    int32_t            n_rows = 0;
     std::vector<float> rows;    // [n_rows][n_tap * n_embd]
+
+    void clear() {
+        n_rows = 0;
+        rows.clear();
+    }
 };
 
 class dflash2_draft {
 public:
+    // feature rows per injection pass; the compute buffer of a drafter grows with it times the vocabulary
+    static constexpr int32_t N_INJECT_ROWS = 64;
+
     // ctx_target lends embeddings and head to drafters that have none
     dflash2_draft(llama_model * model, llama_context * ctx_target, const dflash2_session_params & params);
 

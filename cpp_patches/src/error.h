@@ -9,7 +9,7 @@
 #include <string>
 
 struct dflash2_error : std::runtime_error {
-    dflash2_error(dflash2_status status, const std::string & message) : std::runtime_error(message), status(status) {}
+    dflash2_error(dflash2_status code, const std::string & message) : std::runtime_error(message), status(code) {}
 
     dflash2_status status;
 };

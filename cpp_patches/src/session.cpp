@@ -12,7 +12,7 @@ static int64_t now_us() {
 
 // adds the time it lives to a counter
 struct scoped_timer {
-    explicit scoped_timer(uint64_t & total) : total(total), start(now_us()) {}
+    explicit scoped_timer(uint64_t & counter) : total(counter), start(now_us()) {}
     ~scoped_timer() { total += now_us() - start; }
 
     uint64_t & total;
@@ -22,7 +22,9 @@ struct scoped_timer {
 dflash2_session::dflash2_session(llama_model * target, llama_model * draft, const dflash2_session_params & params) :
     params_(dflash2_resolve_params(target, params)),
     vocab_(llama_model_get_vocab(target)),
-    model_(target) {
+    model_(target),
+    costs_(1),
+    width_(0) {
     const bool drafts = draft != nullptr && params_.n_draft_max != 0;
     if (drafts) {
         dflash2_require_pair(target, draft);
@@ -34,6 +36,8 @@ dflash2_session::dflash2_session(llama_model * target, llama_model * draft, cons
         draft_ = std::make_unique<dflash2_draft>(draft, target_->context(), params_);
         target_->enable_features(draft_->info().layer_inputs);
     }
+    costs_ = dflash2_costs(params_.n_seq_max * (n_draft_max + 1));
+    width_ = dflash2_width(n_draft_max);
     sequences_.resize(params_.n_seq_max);
 }
 
@@ -60,6 +64,9 @@ int32_t dflash2_session::reuse_prefix(llama_seq_id seq_id, sequence & seq, const
     int32_t n_keep = 0;
     while (n_keep < n_old && seq.tokens[n_keep] == tokens[n_keep]) {
         ++n_keep;
+    }
+    if (draft_) {
+        inject(seq);
     }
     if (draft_ && n_keep > 0) {
         // what a block after the prompt reads: if the old part of it is lost, evaluate that part again
@@ -97,16 +104,18 @@ int32_t dflash2_session::seq_begin(llama_seq_id seq_id, const llama_token * toke
             throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("prompt token %zu is %d, the vocabulary has %d", i, tokens[i], n_vocab));
         }
     }
-    auto acceptor = dflash2_make_acceptor(model_, params);
-    acceptor->prime(tokens, n_tokens);
+    auto rule = dflash2_make_rule(model_, params);
+    rule->prime(tokens, n_tokens);
 
     abort_.store(false); // meant for an earlier step
     seq.n_past = reuse_prefix(seq_id, seq, tokens, (int32_t) n_tokens);
     seq.tokens.assign(tokens, tokens + n_tokens);
     seq.stop.assign(params.stop, params.stop + (params.stop ? params.n_stop : 0));
-    seq.params      = params;
-    seq.params.stop = nullptr;
-    seq.acceptor    = std::move(acceptor);
+    seq.params            = params;
+    seq.params.stop       = nullptr; // the caller's
+    seq.params.logit_bias = nullptr;
+    seq.params.grammar    = nullptr;
+    seq.rule              = std::move(rule);
     seq.n_predicted = 0;
     seq.active      = params.n_predict != 0;
     stats.n_prompt_reused += seq.n_past;
@@ -136,9 +145,9 @@ bool dflash2_session::is_stop(const sequence & seq, llama_token token) const {
 // step
 //
 
-// Drafted tokens worth asking for: never more than can still be produced or stored.
-int32_t dflash2_session::draft_width(const sequence & seq) const {
-    if (!draft_ || !seq.active || seq.n_pending() != 1) {
+// Drafted tokens that the sequence can use: never more than can still be produced or stored.
+int32_t dflash2_session::width_limit(const sequence & seq) const {
+    if (!draft_ || !seq.generates()) {
         return 0;
     }
     int32_t width = n_draft_max();
@@ -151,15 +160,36 @@ int32_t dflash2_session::draft_width(const sequence & seq) const {
     return std::max(0, std::min(width, (int32_t) n_ctx() - (int32_t) seq.tokens.size()));
 }
 
-// One pass over the blocks of all drafting sequences. Blocks of a pass have one length; a sequence that wants
+// Looks at what there is to do; returns the width for the sequences that leave it to us.
+int32_t dflash2_session::plan_round() {
+    round_ = round();
+    int32_t n_past = 0, n_generating = 0;
+    for (const sequence & seq : sequences_) {
+        n_generating  += seq.generates();
+        round_.n_auto += seq.generates() && seq.params.n_draft_max < 0;
+        round_.mixed  |= seq.active && !seq.generates();
+        n_past         = std::max(n_past, seq.generates() ? seq.n_past : 0);
+    }
+    if (!draft_ || round_.n_auto == 0) {
+        return 0;
+    }
+    const int32_t width = width_.plan(costs_, n_past, n_generating);
+    ++stats.rounds_by_reason[width_.last_reason()];
+    return width;
+}
+
+// One pass over the blocks of all drafting sequences. Blocks of a pass have one length; a sequence that can use
 // fewer tokens drops the rest.
 void dflash2_session::draft_all() {
+    const int32_t n_auto = plan_round();
+
     std::vector<dflash2_block> blocks;
     int32_t n = 0;
     for (size_t s = 0; s < sequences_.size(); ++s) {
         sequence & seq = sequences_[s];
-        seq.draft.clear();
-        const int32_t width = draft_width(seq);
+        seq.path.clear();
+        const int32_t limit = width_limit(seq);
+        const int32_t width = seq.params.n_draft_max < 0 ? std::min(n_auto, limit) : limit;
         if (width > 0) {
             blocks.push_back({ (llama_seq_id) s, seq.tokens.back(), seq.n_past });
             n = std::max(n, width);
@@ -169,10 +199,18 @@ void dflash2_session::draft_all() {
         return;
     }
 
-    scoped_timer timer(stats.t_draft_us);
+    const int64_t start = now_us();
+    for (const auto & block : blocks) {
+        inject(sequences_[block.seq_id]);
+    }
     std::vector<dflash2_lattice> lattices;
     dflash2_draft_failure failure;
-    if (!draft_->draft(blocks, n, lattices, failure)) {
+    bool ok;
+    {
+        scoped_timer timer(stats.t_draft_us);
+        ok = draft_->draft(blocks, n, lattices, failure);
+    }
+    if (!ok) {
         stats.draft_failures[failure] += blocks.size();
         return;
     }
@@ -180,8 +218,48 @@ void dflash2_session::draft_all() {
     for (size_t i = 0; i < blocks.size(); ++i) {
         sequence & seq = sequences_[blocks[i].seq_id];
         seq.lattice = std::move(lattices[i]);
-        dflash2_walk_greedy(seq.lattice, seq.path);
-        seq.draft.assign(seq.path.begin(), seq.path.begin() + draft_width(seq));
+        seq.rule->walk(seq.lattice, std::min(n, width_limit(seq)), (llama_pos) seq.tokens.size(), seq.path);
+    }
+    round_.n_blocks = (int32_t) blocks.size();
+    round_.us_draft = (double) (now_us() - start);
+    choose_widths();
+}
+
+// Cuts the paths of automatic sequences to what is worth verifying.
+void dflash2_session::choose_widths() {
+    int32_t n_rows = 0;
+    for (const sequence & seq : sequences_) {
+        n_rows += seq.generates() ? 1 + (seq.params.n_draft_max >= 0 ? (int32_t) seq.path.tokens.size() : 0) : 0;
+    }
+    for (sequence & seq : sequences_) {
+        if (seq.path.tokens.empty() || seq.params.n_draft_max >= 0) {
+            continue;
+        }
+        const int32_t width = width_.choose(costs_, seq.calibration, seq.n_past, n_rows - 1, seq.path.sure);
+        seq.path.truncate(width);
+        n_rows += width;
+    }
+}
+
+// Costs and acceptance of the round just verified.
+void dflash2_session::learn(double target_us) {
+    if (!draft_ || round_.mixed) {
+        return;
+    }
+    int32_t n_past = 0, n_rows = 0, n_produced = 0;
+    for (sequence & seq : sequences_) {
+        if (seq.n_rows > 0) {
+            n_past      = std::max(n_past, seq.n_past);
+            n_rows     += seq.n_rows;
+            n_produced += (int32_t) seq.produced.size();
+        }
+    }
+    costs_.observe_target(n_past, n_rows, target_us);
+    if (round_.n_blocks > 0) {
+        costs_.observe_draft(round_.n_blocks, round_.us_draft);
+    }
+    if (round_.n_auto > 0) {
+        width_.observe(n_produced, round_.us_draft + target_us);
     }
 }
 
@@ -193,13 +271,13 @@ void dflash2_session::fill_batch() {
         seq.n_rows = 0;
         seq.judged = false;
         seq.produced.clear();
-        if (!seq.active || seq.n_pending() != 1) {
+        if (!seq.generates()) {
             continue;
         }
         seq.row    = target_->add((llama_seq_id) s, seq.tokens.back(), seq.n_past, true);
         seq.judged = true;
-        for (size_t i = 0; i < seq.draft.size(); ++i) {
-            target_->add((llama_seq_id) s, seq.draft[i], seq.n_past + 1 + (llama_pos) i, true);
+        for (size_t i = 0; i < seq.path.tokens.size(); ++i) {
+            target_->add((llama_seq_id) s, seq.path.tokens[i], seq.n_past + 1 + (llama_pos) i, true);
         }
         seq.n_rows = target_->n_rows() - seq.row;
     }
@@ -238,37 +316,56 @@ void dflash2_session::recover() {
             seq.n_past = 0;
         }
         if (draft_) {
+            inject(seq);
             draft_->truncate((llama_seq_id) s, seq.n_past);
         }
         seq.n_rows = 0;
     }
 }
 
-// Features of the first n_keep rows of this step, as far as later blocks can read them.
-void dflash2_session::inject(llama_seq_id seq_id, const sequence & seq, int32_t n_keep) {
+// Keeps the features of the first n_keep rows of this step, as far as later blocks can read them. They reach the
+// draft cache when the sequence drafts next, or many at once: a plain step must not pay for a drafter it does not use.
+void dflash2_session::keep_features(sequence & seq, int32_t n_keep) {
     const llama_pos end   = seq.n_past + n_keep;
     const llama_pos begin = std::max(seq.n_past, draft_->window_begin(std::max(end, (int32_t) seq.tokens.size())));
     if (begin >= end) {
         return;
     }
-    scoped_timer timer(stats.t_inject_us);
-    features_.seq_id = seq_id;
-    features_.pos    = begin;
-    features_.n_rows = end - begin;
-    target_->features(seq.row + (begin - seq.n_past), features_.n_rows, features_.rows);
-    if (draft_->inject(features_)) {
-        stats.n_injected += features_.n_rows;
-    } else {
-        ++stats.draft_failures[DFLASH2_DRAFT_FAILURE_COMPUTE];
+    if (seq.pending.n_rows > 0 && seq.pending.pos + seq.pending.n_rows != begin) {
+        seq.pending.clear();
+    }
+    if (seq.pending.n_rows == 0) {
+        seq.pending.pos = begin;
+    }
+    seq.pending.n_rows += end - begin;
+    target_->append_features(seq.row + (begin - seq.n_past), end - begin, seq.pending.rows);
+    if (seq.pending.n_rows >= dflash2_draft::N_INJECT_ROWS) {
+        inject(seq);
     }
 }
 
+void dflash2_session::inject(sequence & seq) {
+    if (seq.pending.n_rows == 0) {
+        return;
+    }
+    scoped_timer timer(stats.t_inject_us);
+    seq.pending.seq_id = (llama_seq_id) (&seq - sequences_.data());
+    if (draft_->inject(seq.pending)) {
+        stats.n_injected += seq.pending.n_rows;
+    } else {
+        ++stats.draft_failures[DFLASH2_DRAFT_FAILURE_COMPUTE];
+    }
+    seq.pending.clear();
+}
+
 void dflash2_session::accept(llama_seq_id seq_id, sequence & seq, dflash2_step_result & result) {
-    const int32_t n_drafted = (int32_t) seq.draft.size();
+    const int32_t n_drafted = (int32_t) seq.path.tokens.size();
     const int32_t row       = seq.row + seq.n_rows - 1 - n_drafted; // judges the first draft
     {
         scoped_timer timer(stats.t_sample_us);
-        result.n_accepted = seq.acceptor->accept(*target_, row, seq.draft, [&](llama_token token) { return is_stop(seq, token); }, seq.produced);
+        result.n_accepted = seq.rule->accept(
+            [&](int32_t i) { return target_->logits(row + i); }, (llama_pos) seq.tokens.size(), seq.path,
+            [&](llama_token token) { return is_stop(seq, token); }, seq.produced);
     }
     const int32_t n_evaluated = seq.n_rows - n_drafted + result.n_accepted;
 
@@ -278,13 +375,17 @@ void dflash2_session::accept(llama_seq_id seq_id, sequence & seq, dflash2_step_r
     }
     const bool is_round = seq.n_pending() == 1;
     stats.n_steps          += is_round;
+    stats.verified_width[std::min(n_drafted, DFLASH2_MAX_DRAFT)] += is_round;
     stats.n_prompt_sampled += is_round ? 0 : seq.produced.size();
     stats.n_drafted   += n_drafted;
     stats.n_accepted  += result.n_accepted;
     stats.n_generated += seq.produced.size();
 
     if (draft_) {
-        inject(seq_id, seq, n_evaluated);
+        keep_features(seq, n_evaluated);
+        if (seq.params.n_draft_max < 0) {
+            seq.calibration.observe(seq.path.sure, n_drafted, result.n_accepted);
+        }
     }
     seq.tokens.insert(seq.tokens.end(), seq.produced.begin(), seq.produced.end());
     seq.n_predicted += (int32_t) seq.produced.size();
@@ -313,6 +414,7 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
     if (target_->n_rows() == 0) {
         return 0;
     }
+    const int64_t start = now_us();
     try {
         if (abort_.load()) {
             throw dflash2_error(DFLASH2_ERROR_ABORTED, "aborted");
@@ -324,6 +426,7 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
         throw;
     }
 
+    const double target_us = (double) (now_us() - start);
     int32_t n_results = 0;
     for (size_t s = 0; s < sequences_.size(); ++s) {
         sequence & seq = sequences_[s];
@@ -333,7 +436,7 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
         dflash2_step_result & result = results[n_results++];
         result = {};
         result.seq_id    = (llama_seq_id) s;
-        result.n_drafted = (int32_t) seq.draft.size();
+        result.n_drafted = (int32_t) seq.path.tokens.size();
         if (seq.n_pending() > 1) {
             stats.n_prompt += seq.n_rows;
         }
@@ -341,7 +444,7 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
             accept((llama_seq_id) s, seq, result);
         } else {
             if (draft_) {
-                inject((llama_seq_id) s, seq, seq.n_rows);
+                keep_features(seq, seq.n_rows);
             }
             seq.n_past += seq.n_rows;
         }
@@ -349,14 +452,15 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
         result.tokens        = seq.produced.data();
         result.n_prompt_left = seq.judged ? 0 : seq.n_pending();
     }
+    learn(target_us);
     return n_results;
 }
 
 void dflash2_session::draft_view(llama_seq_id seq_id, dflash2_draft_view & view) const {
     const sequence & seq = checked(seq_id);
-    view.n_drafted  = seq.lattice.n_rows;
+    view.n_drafted  = (int32_t) seq.path.tokens.size();
     view.top_k      = seq.lattice.top_k;
-    view.path       = seq.path.data();
+    view.path       = seq.path.tokens.data();
     view.candidates = seq.lattice.candidates.data();
     view.scores     = seq.lattice.scores.data();
 }

@@ -6,6 +6,7 @@
 #include "draft.h"
 #include "target.h"
 #include "verify.h"
+#include "width.h"
 
 #include <atomic>
 #include <memory>
@@ -42,31 +43,39 @@ private:
         dflash2_seq_params                params = {};
         std::vector<llama_token>          tokens;
         std::vector<llama_token>          stop;
-        std::unique_ptr<dflash2_acceptor> acceptor;
+        std::unique_ptr<dflash2_verifier_rule> rule;
 
         // of the step in progress
         int32_t                  row    = -1;  // first row in the target's batch
         int32_t                  n_rows = 0;
         bool                     judged = false; // the rows end with the last known token
-        std::vector<llama_token> draft;
+        dflash2_path             path;
         std::vector<llama_token> produced;
 
-        dflash2_lattice lattice; // of the last draft
-        std::vector<llama_token> path;
+        dflash2_lattice     lattice; // of the last draft
+        dflash2_features    pending; // rows not in the draft cache yet; they end at n_past
+        dflash2_calibration calibration;
 
         int32_t n_pending() const { return (int32_t) tokens.size() - n_past; }
+
+        // all but the anchor is evaluated: the next step is a round of drafting and verifying
+        bool generates() const { return active && n_pending() == 1; }
     };
 
     sequence       & checked(llama_seq_id seq_id);
     const sequence & checked(llama_seq_id seq_id) const;
 
     int32_t reuse_prefix(llama_seq_id seq_id, sequence & seq, const llama_token * tokens, int32_t n_tokens);
-    int32_t draft_width(const sequence & seq) const;
+    int32_t width_limit(const sequence & seq) const;
+    int32_t plan_round();
     void    draft_all();
+    void    choose_widths();
+    void    learn(double target_us);
     void    fill_batch();
     void    evaluate();
     void    accept(llama_seq_id seq_id, sequence & seq, dflash2_step_result & result);
-    void    inject(llama_seq_id seq_id, const sequence & seq, int32_t n_keep);
+    void    keep_features(sequence & seq, int32_t n_keep);
+    void    inject(sequence & seq);
     bool    is_stop(const sequence & seq, llama_token token) const;
     void    recover();
 
@@ -78,5 +87,14 @@ private:
     std::unique_ptr<dflash2_target> target_;
     std::unique_ptr<dflash2_draft>  draft_;
     std::vector<sequence>           sequences_;
-    dflash2_features                features_; // scratch
+    dflash2_costs                   costs_;
+    dflash2_width                   width_;
+
+    // of the step in progress
+    struct round {
+        int32_t n_auto   = 0;     // generating sequences whose width is automatic
+        int32_t n_blocks = 0;     // drafted
+        double  us_draft = 0.0;   // draft pass and injection
+        bool    mixed    = false; // reads prompts too: says nothing about the cost of a round
+    } round_;
 };

@@ -78,13 +78,14 @@ void dflash2_target::evaluate() {
     }
 }
 
-void dflash2_target::features(int32_t row, int32_t n, std::vector<float> & out) const {
+void dflash2_target::append_features(int32_t row, int32_t n, std::vector<float> & out) const {
     const size_t n_tap = layer_inputs_.size();
-    out.resize((size_t) n*n_tap*n_embd_);
+    const size_t begin = out.size();
+    out.resize(begin + n*n_tap*n_embd_);
     for (size_t k = 0; k < n_tap; ++k) {
         const float * layer = llama_get_embeddings_layer_inp(ctx_.get(), layer_inputs_[k]);
         for (int32_t i = 0; i < n; ++i) {
-            std::memcpy(out.data() + (i*n_tap + k)*n_embd_, layer + (size_t) (row + i)*n_embd_, n_embd_*sizeof(float));
+            std::memcpy(out.data() + begin + (i*n_tap + k)*n_embd_, layer + (size_t) (row + i)*n_embd_, n_embd_*sizeof(float));
         }
     }
 }

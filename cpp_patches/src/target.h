@@ -30,8 +30,8 @@ public:
     // Evaluates the batch. Throws dflash2_error; the memory is then as it was before, see llama_decode().
     void evaluate();
 
-    // features of n rows from row on, [n][n_tap * n_embd] in layer order
-    void features(int32_t row, int32_t n, std::vector<float> & out) const;
+    // appends the features of n rows from row on, [n][n_tap * n_embd] in layer order
+    void append_features(int32_t row, int32_t n, std::vector<float> & out) const;
 
     // logits of a row that was added with output
     const float * logits(int32_t row) const;

@@ -1,37 +1,125 @@
 #include "verify.h"
 
 #include "error.h"
-#include "llama-ptr.h"
+#include "random.h"
 
 #include <algorithm>
 #include <cmath>
 
-void dflash2_acceptor::prime(const llama_token *, size_t) {}
+void dflash2_path::clear() {
+    tokens.clear();
+    q.clear();
+    sure.clear();
+}
+
+void dflash2_path::truncate(int32_t n) {
+    tokens.resize(std::min<size_t>(n, tokens.size()));
+    sure.resize(tokens.size());
+    q.resize(std::min(q.size(), tokens.size()));
+}
+
+void dflash2_verifier_rule::prime(const llama_token * tokens, size_t n_tokens) {
+    for (size_t i = 0; i < n_tokens; ++i) {
+        sampler_.accept(tokens[i], /*from_prompt =*/ true);
+    }
+}
 
 namespace {
 
-// One token per row from pick(), as long as it equals the draft.
+using is_stop_fn = std::function<bool(llama_token)>;
+
+llama_token argmax_with_noise(const dflash2_distribution & p, uint64_t key) {
+    llama_token best       = p.data.front().id;
+    double      best_score = -INFINITY;
+    for (const auto & entry : p.data) {
+        if (entry.p <= 0.0f) {
+            continue;
+        }
+        const double score = std::log((double) entry.p) + dflash2_gumbel(key, entry.id);
+        if (score > best_score || (score == best_score && entry.id < best)) {
+            best       = entry.id;
+            best_score = score;
+        }
+    }
+    return best;
+}
+
+// of the softmax of n scores
+float largest_probability(const float * scores, int32_t n) {
+    const double best = *std::max_element(scores, scores + n);
+    double sum = 0.0;
+    for (int32_t i = 0; i < n; ++i) {
+        sum += std::exp(scores[i] - best);
+    }
+    return (float) (1.0/sum);
+}
+
+// Follows the lattice; pick(q, pos) chooses among the candidates after the realised predecessor.
 template <typename Pick>
-int32_t accept_while_equal(const std::vector<llama_token> & draft, const std::function<bool(llama_token)> & is_stop,
-                           std::vector<llama_token> & out, Pick && pick) {
+void walk_lattice(const dflash2_sampler & sampler, const dflash2_lattice & lattice, int32_t n, llama_pos pos, bool keep_q,
+                  dflash2_path & path, Pick && pick) {
+    path.clear();
+    dflash2_sampler state = sampler; // its grammar sees the drafted tokens
+    dflash2_distribution q;
+    int32_t predecessor = 0;
+    for (int32_t t = 0; t < std::min(n, lattice.n_rows); ++t) {
+        const llama_token * ids = lattice.candidates.data() + (size_t) t*lattice.top_k;
+        if (!state.apply_to_draft(ids, lattice.row_scores(t, predecessor), lattice.top_k, q)) {
+            return;
+        }
+        const llama_token token  = pick(q, pos + t);
+        const int32_t     before = predecessor;
+        predecessor = (int32_t) (std::find(ids, ids + lattice.top_k, token) - ids);
+        path.tokens.push_back(token);
+        path.sure.push_back(largest_probability(lattice.row_scores(t, before), lattice.top_k));
+        if (keep_q) {
+            path.q.push_back(q);
+        }
+        if (state.has_grammar()) {
+            state.accept(token);
+        }
+    }
+}
+
+llama_token most_likely(const dflash2_distribution & q) {
+    return std::max_element(q.data.begin(), q.data.end(), [](const llama_token_data & a, const llama_token_data & b) {
+        return a.logit < b.logit || (a.logit == b.logit && a.id > b.id);
+    })->id;
+}
+
+// One token per row from pick(i), as long as it equals the draft.
+template <typename Pick>
+int32_t accept_while_equal(const dflash2_path & path, const is_stop_fn & is_stop, std::vector<llama_token> & out, Pick && pick) {
     for (size_t i = 0; ; ++i) {
         const llama_token token = pick((int32_t) i);
         out.push_back(token);
-        const bool from_draft = i < draft.size() && token == draft[i];
+        const bool from_draft = i < path.tokens.size() && token == path.tokens[i];
         if (!from_draft || is_stop(token)) {
             return (int32_t) i + (from_draft ? 1 : 0);
         }
     }
 }
 
-class greedy_acceptor : public dflash2_acceptor {
+// greedy without samplers: no copy of the vocabulary
+class argmax_rule : public dflash2_verifier_rule {
 public:
-    explicit greedy_acceptor(const llama_model * model) : n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(model))) {}
+    argmax_rule(dflash2_sampler sampler, int32_t n_vocab) : dflash2_verifier_rule(std::move(sampler)), n_vocab_(n_vocab) {}
 
-    int32_t accept(const dflash2_target & target, int32_t row, const std::vector<llama_token> & draft,
-                   const std::function<bool(llama_token)> & is_stop, std::vector<llama_token> & out) override {
-        return accept_while_equal(draft, is_stop, out, [&](int32_t i) {
-            const float * logits = target.logits(row + i);
+    void walk(const dflash2_lattice & lattice, int32_t n, llama_pos, dflash2_path & path) const override {
+        path.clear();
+        int32_t predecessor = 0;
+        for (int32_t t = 0; t < std::min(n, lattice.n_rows); ++t) {
+            const float * scores = lattice.row_scores(t, predecessor);
+            path.sure.push_back(largest_probability(scores, lattice.top_k));
+            predecessor = (int32_t) (std::max_element(scores, scores + lattice.top_k) - scores);
+            path.tokens.push_back(lattice.candidates[(size_t) t*lattice.top_k + predecessor]);
+        }
+    }
+
+    int32_t accept(const dflash2_rows & rows, llama_pos, const dflash2_path & path, const is_stop_fn & is_stop,
+                   std::vector<llama_token> & out) override {
+        return accept_while_equal(path, is_stop, out, [&](int32_t i) {
+            const float * logits = rows(i);
             return (llama_token) (std::max_element(logits, logits + n_vocab_) - logits);
         });
     }
@@ -40,96 +128,212 @@ private:
     int32_t n_vocab_;
 };
 
-class match_acceptor : public dflash2_acceptor {
+// match and coupled, and greedy with samplers: the target's token is argmax(log p + noise) either way
+class equality_rule : public dflash2_verifier_rule {
 public:
-    explicit match_acceptor(llama_sampler_ptr chain) : chain_(std::move(chain)) {}
+    equality_rule(dflash2_sampler sampler, bool coupled) : dflash2_verifier_rule(std::move(sampler)), coupled_(coupled) {}
 
-    int32_t accept(const dflash2_target & target, int32_t row, const std::vector<llama_token> & draft,
-                   const std::function<bool(llama_token)> & is_stop, std::vector<llama_token> & out) override {
-        return accept_while_equal(draft, is_stop, out, [&](int32_t i) {
-            return llama_sampler_sample(chain_.get(), target.context(), row + i); // also advances the chain's state
+    void walk(const dflash2_lattice & lattice, int32_t n, llama_pos pos, dflash2_path & path) const override {
+        walk_lattice(sampler_, lattice, n, pos, false, path, [&](const dflash2_distribution & q, llama_pos p) {
+            return coupled_ ? argmax_with_noise(q, dflash2_key(sampler_.seed(), p, dflash2_purpose::TARGET)) : most_likely(q);
         });
     }
 
-    void prime(const llama_token * tokens, size_t n_tokens) override {
-        for (size_t i = 0; i < n_tokens; ++i) {
-            llama_sampler_accept(chain_.get(), tokens[i]);
+    int32_t accept(const dflash2_rows & rows, llama_pos pos, const dflash2_path & path, const is_stop_fn & is_stop,
+                   std::vector<llama_token> & out) override {
+        return accept_while_equal(path, is_stop, out, [&](int32_t i) {
+            sampler_.apply(rows(i), pos + i, p_);
+            const llama_token token = argmax_with_noise(p_, dflash2_key(sampler_.seed(), pos + i, dflash2_purpose::TARGET));
+            sampler_.accept(token);
+            return token;
+        });
+    }
+
+private:
+    bool                 coupled_;
+    dflash2_distribution p_;
+};
+
+// (scale * p - q)+, not normalised; returns its sum. Tokens outside q keep scale * p.
+double residual(const dflash2_distribution & p, const dflash2_distribution & q, double scale, dflash2_distribution & out) {
+    out = p;
+    double sum = 0.0;
+    for (auto & entry : out.data) {
+        entry.p = (float) (scale*entry.p);
+    }
+    for (const auto & drafted : q.data) {
+        if (const llama_token_data * found = out.find(drafted.id)) {
+            llama_token_data & entry = out.data[found - out.data.data()];
+            entry.p = std::max(0.0f, entry.p - drafted.p);
+        }
+    }
+    for (const auto & entry : out.data) {
+        sum += entry.p;
+    }
+    return sum;
+}
+
+class sampled_rule : public dflash2_verifier_rule {
+public:
+    explicit sampled_rule(dflash2_sampler sampler) : dflash2_verifier_rule(std::move(sampler)) {}
+
+    void walk(const dflash2_lattice & lattice, int32_t n, llama_pos pos, dflash2_path & path) const override {
+        walk_lattice(sampler_, lattice, n, pos, true, path, [&](const dflash2_distribution & q, llama_pos p) {
+            return q.draw(uniform(p, dflash2_purpose::DRAFT));
+        });
+    }
+
+protected:
+    double uniform(llama_pos pos, dflash2_purpose purpose) const {
+        return dflash2_uniform(dflash2_key(sampler_.seed(), pos, purpose));
+    }
+
+    // a draw from an unnormalised distribution; from p where rounding left nothing
+    llama_token draw(const dflash2_distribution & weights, double sum, const dflash2_distribution & p, llama_pos pos) const {
+        const double u = uniform(pos, dflash2_purpose::TARGET);
+        return sum > 0.0 ? weights.draw(u*sum) : p.draw(u);
+    }
+};
+
+class reject_rule : public sampled_rule {
+public:
+    using sampled_rule::sampled_rule;
+
+    int32_t accept(const dflash2_rows & rows, llama_pos pos, const dflash2_path & path, const is_stop_fn & is_stop,
+                   std::vector<llama_token> & out) override {
+        const int32_t n = (int32_t) path.tokens.size();
+        for (int32_t i = 0; ; ++i) {
+            sampler_.apply(rows(i), pos + i, p_);
+            bool        accepted = false;
+            llama_token token;
+            if (i == n) {
+                token = p_.draw(uniform(pos + i, dflash2_purpose::TARGET));
+            } else {
+                token = path.tokens[i];
+                const double q = path.q[i].probability(token);
+                accepted = uniform(pos + i, dflash2_purpose::ACCEPT)*q < p_.probability(token);
+                if (!accepted) {
+                    const double sum = residual(p_, path.q[i], 1.0, residual_);
+                    token = draw(residual_, sum, p_, pos + i);
+                }
+            }
+            out.push_back(token);
+            sampler_.accept(token);
+            if (!accepted || is_stop(token)) {
+                return i + (accepted ? 1 : 0);
+            }
         }
     }
 
 private:
-    llama_sampler_ptr chain_;
+    dflash2_distribution p_, residual_;
 };
 
-bool has_penalties(const dflash2_seq_params & p) {
-    return p.penalty_last_n != 0 && (p.penalty_repeat != 1.0f || p.penalty_freq != 0.0f || p.penalty_present != 0.0f);
-}
+// Keeps the longest prefix i whose independent coin falls below h_i, where with joint ratio
+//   r_0 = 1, r_i = min(1, r_{i-1} p_i(d_i)/q_i(d_i)),   S_i = sum (r_i p_{i+1} - q_{i+1})+
+//   h_i = S_i/(S_i + 1 - r_i) for i < n,  h_n = r_n
+// and draws the next token from (r_i p_{i+1} - q_{i+1})+, or from p_{n+1} when all are kept.
+class block_rule : public sampled_rule {
+public:
+    using sampled_rule::sampled_rule;
 
-void check(bool ok, const char * name, double value, const char * expected) {
-    if (!ok) {
-        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("%s is %g, expected %s", name, value, expected));
-    }
-}
+    int32_t accept(const dflash2_rows & rows, llama_pos pos, const dflash2_path & path, const is_stop_fn & is_stop,
+                   std::vector<llama_token> & out) override {
+        const int32_t n = n_until_stop(path, is_stop);
 
-void check_params(const dflash2_seq_params & p) {
-    check(std::isfinite(p.temp),            "temp",            p.temp,            "a number");
-    check(p.top_p > 0.0f && p.top_p <= 1.0f, "top_p",          p.top_p,           "more than 0 and at most 1");
-    check(p.min_p >= 0.0f && p.min_p <= 1.0f, "min_p",         p.min_p,           "0 to 1");
-    check(p.penalty_last_n >= -1,           "penalty_last_n",  p.penalty_last_n,  "-1 or more");
-    check(std::isfinite(p.penalty_repeat) && p.penalty_repeat > 0.0f, "penalty_repeat", p.penalty_repeat, "more than 0");
-    check(std::isfinite(p.penalty_freq),    "penalty_freq",    p.penalty_freq,    "a number");
-    check(std::isfinite(p.penalty_present), "penalty_present", p.penalty_present, "a number");
-}
+        dflash2_sampler state = sampler_; // runs ahead along the drafted tokens
+        int32_t n_kept = 0;
+        double  ratio  = 1.0;
+        for (int32_t i = 0; ; ++i) {
+            state.apply(rows(i), pos + i, p_);
+            if (i == n) {
+                // h_n = r_n; the whole path is kept and the next token is the target's
+                if (n == 0 || uniform(pos + n - 1, dflash2_purpose::ACCEPT) < ratio) {
+                    n_kept   = n;
+                    sum_     = 1.0;
+                    weights_ = p_;
+                    kept_p_  = p_;
+                }
+                break;
+            }
+            const double sum = residual(p_, path.q[i], ratio, residual_);
+            const double h   = sum > 0.0 ? sum/(sum + 1.0 - ratio) : 0.0;
+            if (i == 0 || uniform(pos + i - 1, dflash2_purpose::ACCEPT) < h) {
+                n_kept = i;
+                sum_   = sum;
+                std::swap(weights_, residual_);
+                kept_p_ = p_;
+            }
+            const llama_token token = path.tokens[i];
+            const double q = path.q[i].probability(token);
+            ratio = std::min(1.0, ratio*p_.probability(token)/q);
+            if (ratio <= 0.0) {
+                break; // every longer prefix has h = 0
+            }
+            state.accept(token);
+        }
+        return finish(path, n, n_kept, pos, is_stop, out);
+    }
 
-llama_sampler_ptr make_chain(const llama_model * model, const dflash2_seq_params & p) {
-    llama_sampler_ptr chain(llama_sampler_chain_init(llama_sampler_chain_default_params()));
-    auto add = [&](llama_sampler * sampler) { llama_sampler_chain_add(chain.get(), sampler); };
+private:
+    // nothing after a drafted stop token can be produced
+    static int32_t n_until_stop(const dflash2_path & path, const is_stop_fn & is_stop) {
+        const auto end = std::find_if(path.tokens.begin(), path.tokens.end(), is_stop);
+        return (int32_t) (end - path.tokens.begin()) + (end != path.tokens.end() ? 1 : 0);
+    }
 
-    if (has_penalties(p)) {
-        const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
-        const int32_t last_n  = p.penalty_last_n < 0 ? llama_model_n_ctx_train(model) : p.penalty_last_n;
-        add(llama_sampler_init_penalties(n_vocab, last_n, p.penalty_repeat, p.penalty_freq, p.penalty_present));
+    int32_t finish(const dflash2_path & path, int32_t n, int32_t n_kept, llama_pos pos, const is_stop_fn & is_stop, std::vector<llama_token> & out) {
+        for (int32_t i = 0; i < n_kept; ++i) {
+            out.push_back(path.tokens[i]);
+            sampler_.accept(path.tokens[i]);
+        }
+        if (n_kept > 0 && n_kept == n && is_stop(path.tokens[n - 1])) {
+            return n_kept;
+        }
+        const llama_token token = draw(weights_, sum_, kept_p_, pos + n_kept);
+        out.push_back(token);
+        sampler_.accept(token);
+        return n_kept;
     }
-    if (p.temp <= 0.0f) {
-        add(llama_sampler_init_greedy());
-        return chain;
+
+    dflash2_distribution p_, residual_, weights_, kept_p_;
+    double sum_ = 0.0;
+};
+
+dflash2_verifier choose(const dflash2_sampler & sampler, int32_t verifier, bool has_seed) {
+    if (verifier == DFLASH2_VERIFIER_AUTO) {
+        if (sampler.is_greedy()) {
+            return DFLASH2_VERIFIER_GREEDY;
+        }
+        // A named seed asks for the same text again, whatever width the clock makes us choose: only coupled keeps that.
+        // And a grammar makes a row dear: coupled stops at the first difference, block reads every row.
+        return has_seed || sampler.has_grammar() ? DFLASH2_VERIFIER_COUPLED : DFLASH2_VERIFIER_BLOCK;
     }
-    if (p.top_k > 0) {
-        add(llama_sampler_init_top_k(p.top_k));
+    if (verifier < DFLASH2_VERIFIER_AUTO || verifier > DFLASH2_VERIFIER_BLOCK) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("there is no verifier %d", verifier));
     }
-    if (p.top_p < 1.0f) {
-        add(llama_sampler_init_top_p(p.top_p, 1));
-    }
-    if (p.min_p > 0.0f) {
-        add(llama_sampler_init_min_p(p.min_p, 1));
-    }
-    add(llama_sampler_init_temp(p.temp));
-    add(llama_sampler_init_dist(p.seed));
-    return chain;
+    return (dflash2_verifier) verifier;
 }
 
 } // namespace
 
-std::unique_ptr<dflash2_acceptor> dflash2_make_acceptor(const llama_model * model, const dflash2_seq_params & params) {
-    check_params(params);
+std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * model, const dflash2_seq_params & params) {
+    dflash2_sampler sampler(model, params);
+    const dflash2_verifier verifier = choose(sampler, params.verifier, params.seed != LLAMA_DEFAULT_SEED);
 
-    const bool is_argmax = params.temp <= 0.0f && !has_penalties(params);
-    switch (params.verifier) {
-        case DFLASH2_VERIFIER_AUTO:
-            break;
-        case DFLASH2_VERIFIER_MATCH:
-            return std::make_unique<match_acceptor>(make_chain(model, params));
-        case DFLASH2_VERIFIER_GREEDY:
-            if (!is_argmax) {
-                throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
-                    dflash2_format("the greedy verifier needs temperature 0 and no penalties, temperature is %g", params.temp));
-            }
-            break;
-        default:
-            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("there is no verifier %d", params.verifier));
+    if (verifier == DFLASH2_VERIFIER_GREEDY && !sampler.is_greedy()) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("the greedy verifier needs temperature 0, temperature is %g", params.temp));
     }
-    if (is_argmax) {
-        return std::make_unique<greedy_acceptor>(model);
+    // at temperature 0 both p and q are certain, and every rule is equality
+    if (sampler.is_greedy()) {
+        if (sampler.is_plain_argmax()) {
+            return std::make_unique<argmax_rule>(std::move(sampler), llama_vocab_n_tokens(llama_model_get_vocab(model)));
+        }
+        return std::make_unique<equality_rule>(std::move(sampler), false);
     }
-    return std::make_unique<match_acceptor>(make_chain(model, params));
+    switch (verifier) {
+        case DFLASH2_VERIFIER_REJECT: return std::make_unique<reject_rule>(std::move(sampler));
+        case DFLASH2_VERIFIER_BLOCK:  return std::make_unique<block_rule>(std::move(sampler));
+        default:                      return std::make_unique<equality_rule>(std::move(sampler), verifier == DFLASH2_VERIFIER_COUPLED);
+    }
 }

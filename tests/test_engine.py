@@ -1,0 +1,41 @@
+"""Programs in cpp_patches/tests that look inside libdflash2; each states its claim and prints its evidence."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import native
+from tests.oracle.tiny_pairs import TargetShape, write_target
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    return native.build_tests()
+
+
+def run(program: Path, *arguments: str) -> str:
+    done = subprocess.run([str(program), *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.reference  # writes the tiny vocabulary
+def test_every_verifier_has_the_law_of_plain_decoding_and_mistakes_are_caught(
+    programs: Path, tmp_path: Path
+) -> None:
+    vocabulary = tmp_path / "tiny.gguf"
+    write_target(vocabulary, TargetShape(hidden=64, layers=1, heads=1, vocab=128))
+    report = run(programs / "test-verifier-law", str(vocabulary))
+    assert report.count("mistake: ") == 15
+    assert report.endswith("all laws hold\n")
+
+
+def test_automatic_width_is_never_slower_on_simulated_machines(programs: Path) -> None:
+    report = run(programs / "test-width")
+    assert report.count(" ok\n") == 75
+    assert report.endswith("never slower\n")
