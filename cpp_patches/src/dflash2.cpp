@@ -19,30 +19,30 @@ const char * dflash2_build_info(void) {
 
 dflash2_session_params dflash2_session_default_params(void) {
     dflash2_session_params params = {};
-    params.n_ctx           = 4096;
-    params.n_batch         = 512;
-    params.n_ubatch        = 512;
-    params.n_seq_max       = 1;
-    params.n_draft_max     = -1;
-    params.type_k          = GGML_TYPE_F16;
-    params.type_v          = GGML_TYPE_F16;
-    params.flash_attn      = LLAMA_FLASH_ATTN_TYPE_AUTO;
-    params.offload_kqv     = true;
+    params.n_ctx                  = 4096;
+    params.n_batch                = 512;
+    params.n_ubatch               = 512;
+    params.n_seq_max              = 1;
+    params.n_draft_max            = -1;
+    params.type_k                 = GGML_TYPE_F16;
+    params.type_v                 = GGML_TYPE_F16;
+    params.flash_attn             = LLAMA_FLASH_ATTN_TYPE_AUTO;
+    params.offload_kqv            = true;
     return params;
 }
 
 dflash2_seq_params dflash2_seq_default_params(void) {
     dflash2_seq_params params = {};
-    params.verifier       = DFLASH2_VERIFIER_AUTO;
-    params.n_predict      = -1;
-    params.n_draft_max    = -1;
-    params.seed           = LLAMA_DEFAULT_SEED;
-    params.top_p          = 1.0f;
-    params.penalty_last_n = 64;
-    params.penalty_repeat = 1.0f;
-    params.typical_p      = 1.0f;
-    params.xtc_threshold  = 0.1f;
-    params.dry_base       = 1.75f;
+    params.verifier           = DFLASH2_VERIFIER_AUTO;
+    params.n_predict          = -1;
+    params.n_draft_max        = -1;
+    params.seed               = LLAMA_DEFAULT_SEED;
+    params.top_p              = 1.0f;
+    params.penalty_last_n     = 64;
+    params.penalty_repeat     = 1.0f;
+    params.typical_p          = 1.0f;
+    params.xtc_threshold      = 0.1f;
+    params.dry_base           = 1.75f;
     params.dry_allowed_length = 2;
     params.dry_penalty_last_n = -1;
     return params;
@@ -55,9 +55,12 @@ static dflash2_session & require(dflash2_session * session) {
     return *session;
 }
 
-dflash2_session * dflash2_session_init(llama_model * target, llama_model * draft, const dflash2_session_params * params, int32_t * status) {
+dflash2_session * dflash2_session_init(llama_model *                  target,
+                                       llama_model *                  draft,
+                                       const dflash2_session_params * params,
+                                       int32_t *                      status) {
     dflash2_session * session = nullptr;
-    const int32_t result = dflash2_guard([&]() -> int32_t {
+    const int32_t     result  = dflash2_guard([&]() -> int32_t {
         if (target == nullptr || params == nullptr) {
             throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "target and params are required");
         }
@@ -74,17 +77,28 @@ void dflash2_session_free(dflash2_session * session) {
     delete session;
 }
 
-int32_t dflash2_session_seq_begin(dflash2_session * session, llama_seq_id seq_id, const llama_token * tokens, size_t n_tokens,
+int32_t dflash2_session_seq_begin(dflash2_session *          session,
+                                  llama_seq_id               seq_id,
+                                  const llama_token *        tokens,
+                                  size_t                     n_tokens,
                                   const dflash2_seq_params * params) {
-    return dflash2_guard([&] { return require(session).seq_begin(seq_id, tokens, n_tokens, params ? *params : dflash2_seq_default_params()); });
+    return dflash2_guard([&] {
+        return require(session).seq_begin(seq_id, tokens, n_tokens, params ? *params : dflash2_seq_default_params());
+    });
 }
 
 int32_t dflash2_session_seq_end(dflash2_session * session, llama_seq_id seq_id) {
-    return dflash2_guard([&]() -> int32_t { require(session).seq_end(seq_id); return DFLASH2_OK; });
+    return dflash2_guard([&]() -> int32_t {
+        require(session).seq_end(seq_id);
+        return DFLASH2_OK;
+    });
 }
 
 int32_t dflash2_session_seq_clear(dflash2_session * session, llama_seq_id seq_id) {
-    return dflash2_guard([&]() -> int32_t { require(session).seq_clear(seq_id); return DFLASH2_OK; });
+    return dflash2_guard([&]() -> int32_t {
+        require(session).seq_clear(seq_id);
+        return DFLASH2_OK;
+    });
 }
 
 int32_t dflash2_session_step(dflash2_session * session, dflash2_step_result * results) {

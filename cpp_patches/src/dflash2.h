@@ -43,135 +43,135 @@ extern "C" {
 struct dflash2_session;
 
 enum dflash2_status {
-    DFLASH2_OK               =  0,
-    DFLASH2_ERROR_ARGUMENT   = -1, // an argument is out of range, or the call is not valid now
-    DFLASH2_ERROR_PAIR       = -2, // target and drafter do not belong together, or the target cannot feed it
-    DFLASH2_ERROR_MEMORY     = -3, // an allocation failed
-    DFLASH2_ERROR_CONTEXT    = -4, // the context is full
-    DFLASH2_ERROR_COMPUTE    = -5, // llama.cpp could not evaluate a batch
-    DFLASH2_ERROR_ABORTED    = -6, // dflash2_session_abort() was called; the sequences are intact
+    DFLASH2_OK             = 0,
+    DFLASH2_ERROR_ARGUMENT = -1,  // an argument is out of range, or the call is not valid now
+    DFLASH2_ERROR_PAIR     = -2,  // target and drafter do not belong together, or the target cannot feed it
+    DFLASH2_ERROR_MEMORY   = -3,  // an allocation failed
+    DFLASH2_ERROR_CONTEXT  = -4,  // the context is full
+    DFLASH2_ERROR_COMPUTE  = -5,  // llama.cpp could not evaluate a batch
+    DFLASH2_ERROR_ABORTED  = -6,  // dflash2_session_abort() was called; the sequences are intact
 };
 
 // How drafted tokens are accepted. All are lossless: the tokens have the law of plain decoding. greedy, match and
 // coupled give the very same tokens as plain decoding with the same seed. See verify.h.
 enum dflash2_verifier {
-    DFLASH2_VERIFIER_AUTO    = 0, // greedy at temperature <= 0; coupled with a seed or a grammar; else block
-    DFLASH2_VERIFIER_GREEDY  = 1, // equality with the most likely token of the target
-    DFLASH2_VERIFIER_MATCH   = 2, // best drafted path, equality with the target's sample (upstream's rule)
-    DFLASH2_VERIFIER_COUPLED = 3, // draft and target sample with the same noise, equality
-    DFLASH2_VERIFIER_REJECT  = 4, // sampled path, speculative rejection sampling token by token
-    DFLASH2_VERIFIER_BLOCK   = 5, // sampled path, rejection of whole prefixes; accepts at least as much as reject
+    DFLASH2_VERIFIER_AUTO    = 0,  // greedy at temperature <= 0; coupled with a seed or a grammar; else block
+    DFLASH2_VERIFIER_GREEDY  = 1,  // equality with the most likely token of the target
+    DFLASH2_VERIFIER_MATCH   = 2,  // best drafted path, equality with the target's sample (upstream's rule)
+    DFLASH2_VERIFIER_COUPLED = 3,  // draft and target sample with the same noise, equality
+    DFLASH2_VERIFIER_REJECT  = 4,  // sampled path, speculative rejection sampling token by token
+    DFLASH2_VERIFIER_BLOCK   = 5,  // sampled path, rejection of whole prefixes; accepts at least as much as reject
 };
 
 enum dflash2_finish {
-    DFLASH2_FINISH_NONE    = 0, // still going
-    DFLASH2_FINISH_STOP    = 1, // an end-of-generation or stop token was produced (it is the last token)
-    DFLASH2_FINISH_LENGTH  = 2, // n_predict tokens were produced
-    DFLASH2_FINISH_CONTEXT = 3, // the context is full
+    DFLASH2_FINISH_NONE    = 0,  // still going
+    DFLASH2_FINISH_STOP    = 1,  // an end-of-generation or stop token was produced (it is the last token)
+    DFLASH2_FINISH_LENGTH  = 2,  // n_predict tokens were produced
+    DFLASH2_FINISH_CONTEXT = 3,  // the context is full
 };
 
 // why a step had to be decoded without a draft
 enum dflash2_draft_failure {
-    DFLASH2_DRAFT_FAILURE_CACHE   = 0, // no room in the draft cache
-    DFLASH2_DRAFT_FAILURE_COMPUTE = 1, // the draft pass or the injection failed
-    DFLASH2_DRAFT_FAILURE_VALUES  = 2, // the drafter returned NaN or token ids out of range
+    DFLASH2_DRAFT_FAILURE_CACHE   = 0,  // no room in the draft cache
+    DFLASH2_DRAFT_FAILURE_COMPUTE = 1,  // the draft pass or the injection failed
+    DFLASH2_DRAFT_FAILURE_VALUES  = 2,  // the drafter returned NaN or token ids out of range
     DFLASH2_DRAFT_FAILURE_COUNT   = 3,
 };
 
 // why a round drafted, or did not, where the width is automatic
 enum dflash2_width_reason {
-    DFLASH2_WIDTH_DRAFTS    = 0, // drafting pays
-    DFLASH2_WIDTH_EXPLORES  = 1, // nothing is known yet
-    DFLASH2_WIDTH_PROBES    = 2, // does it pay again?
-    DFLASH2_WIDTH_PLAIN     = 3, // it does not
-    DFLASH2_WIDTH_REFRESHES = 4, // measuring again what a plain step costs
+    DFLASH2_WIDTH_DRAFTS       = 0,  // drafting pays
+    DFLASH2_WIDTH_EXPLORES     = 1,  // nothing is known yet
+    DFLASH2_WIDTH_PROBES       = 2,  // does it pay again?
+    DFLASH2_WIDTH_PLAIN        = 3,  // it does not
+    DFLASH2_WIDTH_REFRESHES    = 4,  // measuring again what a plain step costs
     DFLASH2_WIDTH_REASON_COUNT = 5,
 };
 
 struct dflash2_session_params {
-    uint32_t n_ctx;             // target context in tokens; 0 = what the model was trained with
-    uint32_t n_batch;           // prompt tokens per step
-    uint32_t n_ubatch;          // target micro-batch
-    uint32_t n_seq_max;         // sequences that can be held at once
-    int32_t  n_draft_max;       // most drafted tokens per round; < 0 = block size - 1, 0 = no drafting
-    int32_t  n_threads;         // <= 0 = all usable CPUs
-    int32_t  n_threads_batch;   // <= 0 = n_threads
-    int32_t  type_k;            // ggml_type of the target's K cache
-    int32_t  type_v;            // ggml_type of the target's V cache
-    int32_t  flash_attn;        // enum llama_flash_attn_type
-    bool     offload_kqv;       // keep the KV caches on the device
+    uint32_t n_ctx;            // target context in tokens; 0 = what the model was trained with
+    uint32_t n_batch;          // prompt tokens per step
+    uint32_t n_ubatch;         // target micro-batch
+    uint32_t n_seq_max;        // sequences that can be held at once
+    int32_t  n_draft_max;      // most drafted tokens per round; < 0 = block size - 1, 0 = no drafting
+    int32_t  n_threads;        // <= 0 = all usable CPUs
+    int32_t  n_threads_batch;  // <= 0 = n_threads
+    int32_t  type_k;           // ggml_type of the target's K cache
+    int32_t  type_v;           // ggml_type of the target's V cache
+    int32_t  flash_attn;       // enum llama_flash_attn_type
+    bool     offload_kqv;      // keep the KV caches on the device
 };
 
 struct dflash2_seq_params {
-    int32_t verifier;           // enum dflash2_verifier
-    int32_t n_predict;          // tokens to produce; < 0 = until stop or context is full
-    int32_t n_draft_max;        // drafted tokens per round; < 0 = as many as pay, 0 = never draft
-    bool    ignore_eos;         // end-of-generation tokens do not stop the sequence
-    const llama_token * stop;   // further tokens that stop it, may be NULL
-    size_t  n_stop;
+    int32_t             verifier;     // enum dflash2_verifier
+    int32_t             n_predict;    // tokens to produce; < 0 = until stop or context is full
+    int32_t             n_draft_max;  // drafted tokens per round; < 0 = as many as pay, 0 = never draft
+    bool                ignore_eos;   // end-of-generation tokens do not stop the sequence
+    const llama_token * stop;         // further tokens that stop it, may be NULL
+    size_t              n_stop;
 
     // samplers, applied in this order: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p,
     // XTC, temperature
-    uint32_t seed;              // LLAMA_DEFAULT_SEED = random
-    float    temp;              // <= 0 = greedy
-    int32_t  top_k;             // <= 0 = off
-    float    top_p;             // 1.0 = off
-    float    min_p;             // 0.0 = off
-    int32_t  penalty_last_n;    // 0 = off, -1 = context size
-    float    penalty_repeat;    // 1.0 = off
-    float    penalty_freq;      // 0.0 = off
-    float    penalty_present;   // 0.0 = off
-    float    typical_p;         // 1.0 = off
-    float    top_n_sigma;       // <= 0 = off
-    float    xtc_probability;   // 0.0 = off
-    float    xtc_threshold;
-    float    dry_multiplier;    // 0.0 = off
-    float    dry_base;
-    int32_t  dry_allowed_length;
-    int32_t  dry_penalty_last_n; // 0 = off, -1 = context size
-    const llama_logit_bias * logit_bias; // may be NULL
-    size_t   n_logit_bias;
-    const char * grammar;       // GBNF with a rule "root", NULL = none
+    uint32_t                 seed;             // LLAMA_DEFAULT_SEED = random
+    float                    temp;             // <= 0 = greedy
+    int32_t                  top_k;            // <= 0 = off
+    float                    top_p;            // 1.0 = off
+    float                    min_p;            // 0.0 = off
+    int32_t                  penalty_last_n;   // 0 = off, -1 = context size
+    float                    penalty_repeat;   // 1.0 = off
+    float                    penalty_freq;     // 0.0 = off
+    float                    penalty_present;  // 0.0 = off
+    float                    typical_p;        // 1.0 = off
+    float                    top_n_sigma;      // <= 0 = off
+    float                    xtc_probability;  // 0.0 = off
+    float                    xtc_threshold;
+    float                    dry_multiplier;   // 0.0 = off
+    float                    dry_base;
+    int32_t                  dry_allowed_length;
+    int32_t                  dry_penalty_last_n;  // 0 = off, -1 = context size
+    const llama_logit_bias * logit_bias;          // may be NULL
+    size_t                   n_logit_bias;
+    const char *             grammar;             // GBNF with a rule "root", NULL = none
 };
 
 struct dflash2_step_result {
     llama_seq_id        seq_id;
-    int32_t             n_tokens;      // tokens produced in this step; 0 while the prompt is read
-    const llama_token * tokens;        // valid until the next call on the session
-    int32_t             n_drafted;     // tokens the drafter proposed in this step
-    int32_t             n_accepted;    // the first n_accepted of tokens came from the drafter
-    int32_t             n_prompt_left; // prompt tokens not evaluated yet
-    int32_t             finish;        // enum dflash2_finish
+    int32_t             n_tokens;       // tokens produced in this step; 0 while the prompt is read
+    const llama_token * tokens;         // valid until the next call on the session
+    int32_t             n_drafted;      // tokens the drafter proposed in this step
+    int32_t             n_accepted;     // the first n_accepted of tokens came from the drafter
+    int32_t             n_prompt_left;  // prompt tokens not evaluated yet
+    int32_t             finish;         // enum dflash2_finish
 };
 
 // counters of the session since init or dflash2_session_stats_reset()
 struct dflash2_stats {
-    uint64_t n_prompt;           // prompt tokens evaluated by the target
-    uint64_t n_prompt_reused;    // prompt tokens that were in the cache already
-    uint64_t n_injected;         // feature rows written into the draft cache
-    uint64_t n_generated;        // tokens produced
-    uint64_t n_steps;            // verification steps: evaluations of an anchor, with or without a draft
-    uint64_t n_draft_passes;     // evaluations of the drafter
-    uint64_t n_drafted;          // tokens proposed
-    uint64_t n_accepted;         // tokens accepted
-    uint64_t accepted_at[DFLASH2_MAX_DRAFT]; // rounds in which the draft at this position was accepted
-    uint64_t drafted_at [DFLASH2_MAX_DRAFT]; // rounds in which this position was drafted
+    uint64_t n_prompt;                        // prompt tokens evaluated by the target
+    uint64_t n_prompt_reused;                 // prompt tokens that were in the cache already
+    uint64_t n_injected;                      // feature rows written into the draft cache
+    uint64_t n_generated;                     // tokens produced
+    uint64_t n_steps;                         // verification steps: evaluations of an anchor, with or without a draft
+    uint64_t n_draft_passes;                  // evaluations of the drafter
+    uint64_t n_drafted;                       // tokens proposed
+    uint64_t n_accepted;                      // tokens accepted
+    uint64_t accepted_at[DFLASH2_MAX_DRAFT];  // rounds in which the draft at this position was accepted
+    uint64_t drafted_at[DFLASH2_MAX_DRAFT];   // rounds in which this position was drafted
     uint64_t draft_failures[DFLASH2_DRAFT_FAILURE_COUNT];
-    uint64_t t_prompt_us;        // target evaluation of prompts
+    uint64_t t_prompt_us;                     // target evaluation of prompts
     uint64_t t_inject_us;
     uint64_t t_draft_us;
     uint64_t t_verify_us;
     uint64_t t_sample_us;
-    uint64_t n_prompt_sampled;   // tokens produced by the evaluation of a prompt, not by a verification step
-    uint64_t verified_width[DFLASH2_MAX_DRAFT + 1]; // verification steps by how many drafted tokens they verified
-    uint64_t rounds_by_reason[DFLASH2_WIDTH_REASON_COUNT]; // rounds in which the width was automatic
+    uint64_t n_prompt_sampled;  // tokens produced by the evaluation of a prompt, not by a verification step
+    uint64_t verified_width[DFLASH2_MAX_DRAFT + 1];  // verification steps by how many drafted tokens they verified
+    uint64_t rounds_by_reason[DFLASH2_WIDTH_REASON_COUNT];  // rounds in which the width was automatic
 };
 
 // bytes, per part; measured on a model without weights (llama_model_params.no_alloc) it is a plan
 struct dflash2_memory {
     uint64_t target_weights;
-    uint64_t target_cache;       // KV cache and recurrent state, without snapshots
-    uint64_t target_snapshots;   // recurrent states kept for rollback
+    uint64_t target_cache;      // KV cache and recurrent state, without snapshots
+    uint64_t target_snapshots;  // recurrent states kept for rollback
     uint64_t target_compute;
     uint64_t draft_weights;
     uint64_t draft_cache;
@@ -180,19 +180,19 @@ struct dflash2_memory {
 
 // What the drafter proposed last for a sequence: the lattice of candidates and the path through it.
 struct dflash2_draft_view {
-    int32_t             n_drafted;  // positions
-    int32_t             top_k;      // candidates per position, K
-    const llama_token * path;       // [n_drafted]
-    const llama_token * candidates; // [n_drafted][K], unordered
-    const float *       scores;     // [n_drafted][K][K], [t][a][b]: candidate b of t after candidate a of t-1;
-                                    // all a are equal for t = 0, whose predecessor is the anchor
+    int32_t             n_drafted;   // positions
+    int32_t             top_k;       // candidates per position, K
+    const llama_token * path;        // [n_drafted]
+    const llama_token * candidates;  // [n_drafted][K], unordered
+    const float *       scores;      // [n_drafted][K][K], [t][a][b]: candidate b of t after candidate a of t-1;
+                                     // all a are equal for t = 0, whose predecessor is the anchor
 };
 
 //
 // library
 //
 
-DFLASH2_API int32_t      dflash2_abi_version(void);
+DFLASH2_API int32_t dflash2_abi_version(void);
 
 // "<llama.cpp commit>+<hash of the patch stack>", fixed at compile time
 DFLASH2_API const char * dflash2_build_info(void);
@@ -214,11 +214,10 @@ DFLASH2_API int32_t dflash2_check_pair(struct llama_model * target, const struct
 DFLASH2_API int32_t dflash2_target_publishes(struct llama_model * target, int32_t lid);
 
 // Memory that a session with these parameters takes. draft may be NULL.
-DFLASH2_API int32_t dflash2_plan(
-        struct llama_model *                  target,
-        struct llama_model *                  draft,
-        const struct dflash2_session_params * params,
-        struct dflash2_memory *               memory);
+DFLASH2_API int32_t dflash2_plan(struct llama_model *                  target,
+                                 struct llama_model *                  draft,
+                                 const struct dflash2_session_params * params,
+                                 struct dflash2_memory *               memory);
 
 //
 // session
@@ -228,22 +227,20 @@ DFLASH2_API struct dflash2_session_params dflash2_session_default_params(void);
 DFLASH2_API struct dflash2_seq_params     dflash2_seq_default_params(void);
 
 // draft may be NULL: the session then decodes plainly. NULL on failure; *status (may be NULL) says which kind.
-DFLASH2_API struct dflash2_session * dflash2_session_init(
-        struct llama_model *                  target,
-        struct llama_model *                  draft,
-        const struct dflash2_session_params * params,
-        int32_t *                             status);
+DFLASH2_API struct dflash2_session * dflash2_session_init(struct llama_model *                  target,
+                                                          struct llama_model *                  draft,
+                                                          const struct dflash2_session_params * params,
+                                                          int32_t *                             status);
 
 DFLASH2_API void dflash2_session_free(struct dflash2_session * session);
 
 // Start (or continue) sequence seq_id with this whole prompt. The longest common prefix with what the caches
 // hold is kept. Evaluates nothing. Returns the number of reused tokens or a negative status.
-DFLASH2_API int32_t dflash2_session_seq_begin(
-        struct dflash2_session *          session,
-        llama_seq_id                      seq_id,
-        const llama_token *               tokens,
-        size_t                            n_tokens,
-        const struct dflash2_seq_params * params);
+DFLASH2_API int32_t dflash2_session_seq_begin(struct dflash2_session *          session,
+                                              llama_seq_id                      seq_id,
+                                              const llama_token *               tokens,
+                                              size_t                            n_tokens,
+                                              const struct dflash2_seq_params * params);
 
 // Stop producing for seq_id; its caches stay for the next begin.
 DFLASH2_API int32_t dflash2_session_seq_end(struct dflash2_session * session, llama_seq_id seq_id);
@@ -259,20 +256,19 @@ DFLASH2_API int32_t dflash2_session_step(struct dflash2_session * session, struc
 DFLASH2_API void dflash2_session_abort(struct dflash2_session * session);
 
 // Last draft of seq_id; pointers are valid until the next call on the session.
-DFLASH2_API int32_t dflash2_session_draft_view(
-        const struct dflash2_session * session,
-        llama_seq_id                   seq_id,
-        struct dflash2_draft_view *    view);
+DFLASH2_API int32_t dflash2_session_draft_view(const struct dflash2_session * session,
+                                               llama_seq_id                   seq_id,
+                                               struct dflash2_draft_view *    view);
 
-DFLASH2_API uint32_t dflash2_session_n_ctx      (const struct dflash2_session * session);
+DFLASH2_API uint32_t dflash2_session_n_ctx(const struct dflash2_session * session);
 DFLASH2_API int32_t  dflash2_session_n_draft_max(const struct dflash2_session * session);
 
 // tokens of seq_id that the target has evaluated
-DFLASH2_API int32_t  dflash2_session_seq_n_past (const struct dflash2_session * session, llama_seq_id seq_id);
+DFLASH2_API int32_t dflash2_session_seq_n_past(const struct dflash2_session * session, llama_seq_id seq_id);
 
-DFLASH2_API void dflash2_session_stats      (const struct dflash2_session * session, struct dflash2_stats * stats);
+DFLASH2_API void dflash2_session_stats(const struct dflash2_session * session, struct dflash2_stats * stats);
 DFLASH2_API void dflash2_session_stats_reset(struct dflash2_session * session);
-DFLASH2_API void dflash2_session_memory     (const struct dflash2_session * session, struct dflash2_memory * memory);
+DFLASH2_API void dflash2_session_memory(const struct dflash2_session * session, struct dflash2_memory * memory);
 
 #ifdef __cplusplus
 }

@@ -11,28 +11,28 @@
 
 // Candidates and pairwise scores of one drafted block, K per position. Row t holds position t + 1 of the block.
 struct dflash2_lattice {
-    int32_t n_rows = 0;
-    int32_t top_k  = 0;
-    std::vector<llama_token> candidates; // [n_rows][K], unordered
-    std::vector<float>       scores;     // [n_rows][K][K], predecessor-major
+    int32_t                  n_rows = 0;
+    int32_t                  top_k  = 0;
+    std::vector<llama_token> candidates;  // [n_rows][K], unordered
+    std::vector<float>       scores;      // [n_rows][K][K], predecessor-major
 
     const float * row_scores(int32_t t, int32_t predecessor) const {
-        return scores.data() + ((size_t) t*top_k + predecessor)*top_k;
+        return scores.data() + ((size_t) t * top_k + predecessor) * top_k;
     }
 };
 
 struct dflash2_block {
     llama_seq_id seq_id;
     llama_token  anchor;
-    llama_pos    pos;    // of the anchor
+    llama_pos    pos;  // of the anchor
 };
 
 // Rows of target features for the draft cache, one per evaluated target token.
 struct dflash2_features {
     llama_seq_id       seq_id = 0;
-    llama_pos          pos    = 0; // of the first row; rows are consecutive
+    llama_pos          pos    = 0;  // of the first row; rows are consecutive
     int32_t            n_rows = 0;
-    std::vector<float> rows;    // [n_rows][n_tap * n_embd]
+    std::vector<float> rows;        // [n_rows][n_tap * n_embd]
 
     void clear() {
         n_rows = 0;
@@ -41,7 +41,7 @@ struct dflash2_features {
 };
 
 class dflash2_draft {
-public:
+  public:
     // feature rows per injection pass; the compute buffer of a drafter grows with it times the vocabulary
     static constexpr int32_t N_INJECT_ROWS = 64;
 
@@ -49,10 +49,12 @@ public:
     dflash2_draft(llama_model * model, llama_context * ctx_target, const dflash2_session_params & params);
 
     const dflash2_drafter_info & info() const { return info_; }
+
     const llama_context * context() const { return ctx_.get(); }
 
     int32_t n_draft_max() const { return n_draft_max_; }
-    int32_t n_features()  const { return n_features_; }
+
+    int32_t n_features() const { return n_features_; }
 
     // first position whose row a block anchored at pos may read
     llama_pos window_begin(llama_pos pos) const;
@@ -64,16 +66,18 @@ public:
     bool inject(const dflash2_features & features);
 
     // Evaluates [anchor, mask x n] for all blocks in one pass. False on failure; failure tells why.
-    bool draft(const std::vector<dflash2_block> & blocks, int32_t n, std::vector<dflash2_lattice> & lattices,
-               dflash2_draft_failure & failure);
+    bool draft(const std::vector<dflash2_block> & blocks,
+               int32_t                            n,
+               std::vector<dflash2_lattice> &     lattices,
+               dflash2_draft_failure &            failure);
 
     // forget rows at pos and beyond; pos 0 forgets the sequence
     void truncate(llama_seq_id seq_id, llama_pos pos);
 
-private:
+  private:
     struct range {
         llama_pos begin = 0;
-        llama_pos end   = 0; // exclusive
+        llama_pos end   = 0;  // exclusive
     };
 
     void make_room(llama_seq_id seq_id, int32_t n_rows);
@@ -83,9 +87,9 @@ private:
     llama_context_ptr    ctx_;
     llama_batch_ptr      batch_;
     int32_t              n_draft_max_ = 0;
-    int32_t              n_features_  = 0; // floats per row
+    int32_t              n_features_  = 0;  // floats per row
     int32_t              n_embd_      = 0;
     int32_t              n_vocab_     = 0;
-    int32_t              n_cells_     = 0; // per sequence
-    std::vector<range>   held_;            // per sequence
+    int32_t              n_cells_     = 0;  // per sequence
+    std::vector<range>   held_;             // per sequence
 };

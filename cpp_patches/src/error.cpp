@@ -19,7 +19,7 @@ std::string dflash2_format(const char * format, ...) {
     va_list args_copy;
     va_start(args, format);
     va_copy(args_copy, args);
-    const int size = vsnprintf(nullptr, 0, format, args);
+    const int         size = vsnprintf(nullptr, 0, format, args);
     std::vector<char> buf(size > 0 ? size + 1 : 1);
     vsnprintf(buf.data(), buf.size(), format, args_copy);
     va_end(args_copy);

@@ -22,19 +22,19 @@ static void require(bool ok, const char * name, long long value, const char * ex
 
 dflash2_session_params dflash2_resolve_params(const llama_model * target, const dflash2_session_params & params) {
     dflash2_session_params p = params;
-    require(p.n_seq_max >= 1 && p.n_seq_max <= 64,  "n_seq_max", p.n_seq_max, "1 to 64");
-    require(p.n_batch >= 1 && p.n_ubatch >= 1,      "n_batch",   p.n_batch,   "1 or more");
+    require(p.n_seq_max >= 1 && p.n_seq_max <= 64, "n_seq_max", p.n_seq_max, "1 to 64");
+    require(p.n_batch >= 1 && p.n_ubatch >= 1, "n_batch", p.n_batch, "1 or more");
     require(p.type_k >= 0 && p.type_k < GGML_TYPE_COUNT, "type_k", p.type_k, "a ggml type");
     require(p.type_v >= 0 && p.type_v < GGML_TYPE_COUNT, "type_v", p.type_v, "a ggml type");
 
     const int32_t n_train = llama_model_n_ctx_train(target);
-    p.n_ctx = p.n_ctx > 0 ? p.n_ctx : (uint32_t) std::max(1, n_train);
+    p.n_ctx               = p.n_ctx > 0 ? p.n_ctx : (uint32_t) std::max(1, n_train);
     require(p.n_ctx <= (1u << 30), "n_ctx", p.n_ctx, "at most 2^30 tokens");
 
-    p.n_threads       = p.n_threads       > 0 ? p.n_threads       : usable_cpus();
+    p.n_threads       = p.n_threads > 0 ? p.n_threads : usable_cpus();
     p.n_threads_batch = p.n_threads_batch > 0 ? p.n_threads_batch : p.n_threads;
     // every generating sequence brings a whole block
-    p.n_batch = std::max(p.n_batch, p.n_seq_max * (DFLASH2_MAX_DRAFT + 1));
+    p.n_batch         = std::max(p.n_batch, p.n_seq_max * (DFLASH2_MAX_DRAFT + 1));
     return p;
 }
 
@@ -46,7 +46,7 @@ int32_t dflash2_draft_max(const llama_model * draft, const dflash2_session_param
 static void add_context(const llama_context * ctx, uint64_t & weights, uint64_t & cache, uint64_t & compute) {
     for (const auto & [buft, bytes] : llama_get_memory_breakdown(ctx)) {
         weights += bytes.model;
-        cache   += bytes.context;
+        cache += bytes.context;
         compute += bytes.compute;
     }
 }
@@ -55,24 +55,27 @@ dflash2_memory dflash2_measure_memory(const llama_context * target, const llama_
     dflash2_memory memory = {};
     add_context(target, memory.target_weights, memory.target_cache, memory.target_compute);
     memory.target_snapshots = dflash2_llama_snapshot_bytes(target);
-    memory.target_cache    -= memory.target_snapshots;
+    memory.target_cache -= memory.target_snapshots;
     if (draft != nullptr) {
         add_context(draft, memory.draft_weights, memory.draft_cache, memory.draft_compute);
     }
     return memory;
 }
 
-int32_t dflash2_plan(llama_model * target, llama_model * draft, const dflash2_session_params * params, dflash2_memory * memory) {
+int32_t dflash2_plan(llama_model *                  target,
+                     llama_model *                  draft,
+                     const dflash2_session_params * params,
+                     dflash2_memory *               memory) {
     return dflash2_guard([&]() -> int32_t {
         if (target == nullptr || params == nullptr || memory == nullptr) {
             throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "target, params and memory are required");
         }
-        const dflash2_session_params p = dflash2_resolve_params(target, *params);
-        const bool    drafts      = draft != nullptr && p.n_draft_max != 0;
-        const int32_t n_draft_max = drafts ? dflash2_draft_max(draft, p) : 0;
+        const dflash2_session_params p           = dflash2_resolve_params(target, *params);
+        const bool                   drafts      = draft != nullptr && p.n_draft_max != 0;
+        const int32_t                n_draft_max = drafts ? dflash2_draft_max(draft, p) : 0;
 
-        const std::atomic<bool> never{false};
-        dflash2_target target_part(target, p, n_draft_max, never);
+        const std::atomic<bool>        never{ false };
+        dflash2_target                 target_part(target, p, n_draft_max, never);
         std::unique_ptr<dflash2_draft> draft_part;
         if (drafts) {
             draft_part = std::make_unique<dflash2_draft>(draft, target_part.context(), p);

@@ -10,9 +10,9 @@
 
 // What the engine needs to know of a drafter.
 struct dflash2_drafter_info {
-    int32_t              block_size;    // trained block, anchor included
-    int32_t              top_k;         // candidates per position
-    int32_t              window;        // tokens, 0 = unlimited
+    int32_t              block_size;  // trained block, anchor included
+    int32_t              top_k;       // candidates per position
+    int32_t              window;      // tokens, 0 = unlimited
     llama_token          mask_token;
     bool                 causal;
     bool                 is_mrope;

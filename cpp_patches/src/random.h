@@ -8,10 +8,10 @@
 
 // what a number is drawn for; different purposes are independent
 enum class dflash2_purpose : uint64_t {
-    TARGET = 1, // the target's own token
-    DRAFT  = 2, // the drafted token, where it must be independent of the target's
-    ACCEPT = 3, // keep the drafted token?
-    XTC    = 4, // seed of the XTC sampler's coin
+    TARGET = 1,  // the target's own token
+    DRAFT  = 2,  // the drafted token, where it must be independent of the target's
+    ACCEPT = 3,  // keep the drafted token?
+    XTC    = 4,  // seed of the XTC sampler's coin
 };
 
 // finalizer of splitmix64 (Steele, Lea, Flood 2014)

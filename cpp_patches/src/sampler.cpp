@@ -9,7 +9,7 @@
 
 const llama_token_data * dflash2_distribution::find(llama_token token) const {
     if (token >= 0 && (size_t) token < data.size() && data[token].id == token) {
-        return &data[token]; // nothing was cut or moved
+        return &data[token];  // nothing was cut or moved
     }
     for (const auto & entry : data) {
         if (entry.id == token) {
@@ -37,7 +37,7 @@ llama_token dflash2_distribution::draw(double u) const {
             break;
         }
     }
-    return last; // also where rounding left u above the sum
+    return last;  // also where rounding left u above the sum
 }
 
 //
@@ -55,20 +55,21 @@ static bool in_unit(float value) {
 }
 
 static void check_params(const dflash2_seq_params & p) {
-    check(std::isfinite(p.temp),              "temp",            p.temp,            "a number");
-    check(p.top_p > 0.0f && p.top_p <= 1.0f,  "top_p",           p.top_p,           "more than 0 and at most 1");
-    check(in_unit(p.min_p),                   "min_p",           p.min_p,           "0 to 1");
-    check(p.typical_p > 0.0f && p.typical_p <= 1.0f, "typical_p", p.typical_p,      "more than 0 and at most 1");
-    check(std::isfinite(p.top_n_sigma),       "top_n_sigma",     p.top_n_sigma,     "a number");
-    check(in_unit(p.xtc_probability),         "xtc_probability", p.xtc_probability, "0 to 1");
-    check(in_unit(p.xtc_threshold),           "xtc_threshold",   p.xtc_threshold,   "0 to 1");
-    check(p.penalty_last_n >= -1,             "penalty_last_n",  p.penalty_last_n,  "-1 or more");
-    check(std::isfinite(p.penalty_repeat) && p.penalty_repeat > 0.0f, "penalty_repeat", p.penalty_repeat, "more than 0");
-    check(std::isfinite(p.penalty_freq),      "penalty_freq",    p.penalty_freq,    "a number");
-    check(std::isfinite(p.penalty_present),   "penalty_present", p.penalty_present, "a number");
+    check(std::isfinite(p.temp), "temp", p.temp, "a number");
+    check(p.top_p > 0.0f && p.top_p <= 1.0f, "top_p", p.top_p, "more than 0 and at most 1");
+    check(in_unit(p.min_p), "min_p", p.min_p, "0 to 1");
+    check(p.typical_p > 0.0f && p.typical_p <= 1.0f, "typical_p", p.typical_p, "more than 0 and at most 1");
+    check(std::isfinite(p.top_n_sigma), "top_n_sigma", p.top_n_sigma, "a number");
+    check(in_unit(p.xtc_probability), "xtc_probability", p.xtc_probability, "0 to 1");
+    check(in_unit(p.xtc_threshold), "xtc_threshold", p.xtc_threshold, "0 to 1");
+    check(p.penalty_last_n >= -1, "penalty_last_n", p.penalty_last_n, "-1 or more");
+    check(std::isfinite(p.penalty_repeat) && p.penalty_repeat > 0.0f, "penalty_repeat", p.penalty_repeat,
+          "more than 0");
+    check(std::isfinite(p.penalty_freq), "penalty_freq", p.penalty_freq, "a number");
+    check(std::isfinite(p.penalty_present), "penalty_present", p.penalty_present, "a number");
     check(std::isfinite(p.dry_multiplier) && p.dry_multiplier >= 0.0f, "dry_multiplier", p.dry_multiplier, "0 or more");
-    check(p.dry_multiplier == 0.0f || p.dry_base >= 1.0f, "dry_base", p.dry_base,   "1 or more");
-    check(p.dry_penalty_last_n >= -1,         "dry_penalty_last_n", p.dry_penalty_last_n, "-1 or more");
+    check(p.dry_multiplier == 0.0f || p.dry_base >= 1.0f, "dry_base", p.dry_base, "1 or more");
+    check(p.dry_penalty_last_n >= -1, "dry_penalty_last_n", p.dry_penalty_last_n, "-1 or more");
 }
 
 static bool has_penalties(const dflash2_seq_params & p) {
@@ -87,19 +88,21 @@ static llama_sampler_ptr make_chain(const std::vector<llama_sampler *> & sampler
 }
 
 static llama_sampler_ptr make_history(const llama_model * model, const dflash2_seq_params & p) {
-    const llama_vocab * vocab = llama_model_get_vocab(model);
-    const int32_t n_train = llama_model_n_ctx_train(model);
+    const llama_vocab * vocab   = llama_model_get_vocab(model);
+    const int32_t       n_train = llama_model_n_ctx_train(model);
 
     std::vector<llama_sampler *> samplers;
     if (has_penalties(p)) {
-        samplers.push_back(llama_sampler_init_penalties(llama_vocab_n_tokens(vocab), p.penalty_last_n < 0 ? n_train : p.penalty_last_n,
+        samplers.push_back(llama_sampler_init_penalties(llama_vocab_n_tokens(vocab),
+                                                        p.penalty_last_n < 0 ? n_train : p.penalty_last_n,
                                                         p.penalty_repeat, p.penalty_freq, p.penalty_present));
     }
     if (p.dry_multiplier > 0.0f && p.dry_penalty_last_n != 0) {
         // sequence breakers of common/common.h: common_params_sampling
         static const char * breakers[] = { "\n", ":", "\"", "*" };
         samplers.push_back(llama_sampler_init_dry(vocab, p.dry_multiplier, p.dry_base, p.dry_allowed_length,
-                                                  p.dry_penalty_last_n < 0 ? n_train : p.dry_penalty_last_n, breakers, 4));
+                                                  p.dry_penalty_last_n < 0 ? n_train : p.dry_penalty_last_n, breakers,
+                                                  4));
     }
     return make_chain(samplers);
 }
@@ -135,8 +138,9 @@ static llama_sampler_ptr make_bias(const llama_model * model, const dflash2_seq_
     for (size_t i = 0; i < p.n_logit_bias; ++i) {
         const auto & bias = p.logit_bias[i];
         if (bias.token < 0 || bias.token >= n_vocab || std::isnan(bias.bias)) {
-            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("logit bias of token %d is %g, the vocabulary has %d tokens",
-                                                                       bias.token, bias.bias, n_vocab));
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                                dflash2_format("logit bias of token %d is %g, the vocabulary has %d tokens", bias.token,
+                                               bias.bias, n_vocab));
         }
     }
     return llama_sampler_ptr(llama_sampler_init_logit_bias(n_vocab, (int32_t) p.n_logit_bias, p.logit_bias));
@@ -148,7 +152,8 @@ static llama_sampler_ptr make_grammar(const llama_model * model, const dflash2_s
     }
     llama_sampler_ptr grammar(llama_sampler_init_grammar(llama_model_get_vocab(model), p.grammar, "root"));
     if (!grammar) {
-        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "the grammar does not parse; it must be GBNF with a rule named root");
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                            "the grammar does not parse; it must be GBNF with a rule named root");
     }
     return grammar;
 }
@@ -171,8 +176,15 @@ dflash2_sampler::dflash2_sampler(const llama_model * model, const dflash2_seq_pa
 }
 
 dflash2_sampler::dflash2_sampler(const dflash2_sampler & other) :
-    bias_(clone(other.bias_)), grammar_(clone(other.grammar_)), history_(clone(other.history_)), truncate_(clone(other.truncate_)),
-    temp_(other.temp_), xtc_p_(other.xtc_p_), xtc_t_(other.xtc_t_), seed_(other.seed_), n_vocab_(other.n_vocab_) {}
+    bias_(clone(other.bias_)),
+    grammar_(clone(other.grammar_)),
+    history_(clone(other.history_)),
+    truncate_(clone(other.truncate_)),
+    temp_(other.temp_),
+    xtc_p_(other.xtc_p_),
+    xtc_t_(other.xtc_t_),
+    seed_(other.seed_),
+    n_vocab_(other.n_vocab_) {}
 
 dflash2_sampler & dflash2_sampler::operator=(const dflash2_sampler & other) {
     *this = dflash2_sampler(other);
@@ -200,7 +212,8 @@ void dflash2_sampler::finish(llama_token_data_array & array, dflash2_distributio
     };
     const llama_token_data best = *std::max_element(data.begin(), data.end(), less);
     if (!(best.logit > -INFINITY)) {
-        throw dflash2_error(DFLASH2_ERROR_COMPUTE, has_grammar() ? "the grammar allows no token here" : "the target's logits are not numbers");
+        throw dflash2_error(DFLASH2_ERROR_COMPUTE,
+                            has_grammar() ? "the grammar allows no token here" : "the target's logits are not numbers");
     }
     if (is_greedy()) {
         data.assign(1, { best.id, best.logit, 1.0f });
@@ -209,11 +222,11 @@ void dflash2_sampler::finish(llama_token_data_array & array, dflash2_distributio
 
     double sum = 0.0;
     for (auto & entry : data) {
-        entry.p = std::exp((entry.logit - best.logit)/temp_);
+        entry.p = std::exp((entry.logit - best.logit) / temp_);
         sum += entry.p;
     }
     for (auto & entry : data) {
-        entry.p = (float) (entry.p/sum);
+        entry.p = (float) (entry.p / sum);
     }
 }
 
@@ -230,20 +243,23 @@ void dflash2_sampler::apply(const float * logits, llama_pos pos, dflash2_distrib
     }
     llama_token_data_array array = { out.data.data(), out.data.size(), -1, false };
 
-    apply_if(bias_,     array);
-    apply_if(grammar_,  array);
-    apply_if(history_,  array);
+    apply_if(bias_, array);
+    apply_if(grammar_, array);
+    apply_if(history_, array);
     apply_if(truncate_, array);
     if (xtc_p_ > 0.0f) {
         // the coin of this position, not the next one of a stream
-        const uint32_t seed = (uint32_t) dflash2_key(seed_, pos, dflash2_purpose::XTC);
+        const uint32_t    seed = (uint32_t) dflash2_key(seed_, pos, dflash2_purpose::XTC);
         llama_sampler_ptr xtc(llama_sampler_init_xtc(xtc_p_, xtc_t_, 1, seed));
         llama_sampler_apply(xtc.get(), &array);
     }
     finish(array, out);
 }
 
-bool dflash2_sampler::apply_to_draft(const llama_token * ids, const float * scores, int32_t n, dflash2_distribution & out) const {
+bool dflash2_sampler::apply_to_draft(const llama_token *    ids,
+                                     const float *          scores,
+                                     int32_t                n,
+                                     dflash2_distribution & out) const {
     out.data.resize(n);
     for (int32_t i = 0; i < n; ++i) {
         out.data[i] = { ids[i], scores[i], 0.0f };
@@ -251,7 +267,8 @@ bool dflash2_sampler::apply_to_draft(const llama_token * ids, const float * scor
     llama_token_data_array array = { out.data.data(), out.data.size(), -1, false };
     apply_if(grammar_, array);
 
-    const bool any = std::any_of(array.data, array.data + array.size, [](const llama_token_data & e) { return e.logit > -INFINITY; });
+    const bool any = std::any_of(array.data, array.data + array.size,
+                                 [](const llama_token_data & e) { return e.logit > -INFINITY; });
     if (any) {
         apply_if(truncate_, array);
         finish(array, out);

@@ -14,7 +14,7 @@
 
 // Tokens with their probabilities, which sum to 1. Tokens not listed have none.
 struct dflash2_distribution {
-    std::vector<llama_token_data> data; // logit: of the last sampler; p: probability
+    std::vector<llama_token_data> data;  // logit: of the last sampler; p: probability
 
     // entry of a token, NULL if it is not listed
     const llama_token_data * find(llama_token token) const;
@@ -26,14 +26,14 @@ struct dflash2_distribution {
 };
 
 class dflash2_sampler {
-public:
+  public:
     // Throws dflash2_error(DFLASH2_ERROR_ARGUMENT) for parameters out of range or a grammar that does not parse.
     dflash2_sampler(const llama_model * model, const dflash2_seq_params & params);
 
     // Deep copy, with the state of all samplers.
     dflash2_sampler(const dflash2_sampler & other);
     dflash2_sampler & operator=(const dflash2_sampler & other);
-    dflash2_sampler(dflash2_sampler &&) = default;
+    dflash2_sampler(dflash2_sampler &&)             = default;
     dflash2_sampler & operator=(dflash2_sampler &&) = default;
 
     // Distribution of the token at pos, from logits [n_vocab].
@@ -46,24 +46,28 @@ public:
     // Advances the state by one token. from_prompt: the grammar does not see it.
     void accept(llama_token token, bool from_prompt = false);
 
-    bool  is_greedy() const { return temp_ <= 0.0f; }
+    bool is_greedy() const { return temp_ <= 0.0f; }
+
     // the result depends on nothing but the logits of a row
-    bool  is_plain_argmax() const;
-    bool  has_grammar() const { return grammar_ != nullptr; }
+    bool is_plain_argmax() const;
+
+    bool has_grammar() const { return grammar_ != nullptr; }
+
     float temperature() const { return temp_; }
+
     uint32_t seed() const { return seed_; }
 
-private:
+  private:
     void finish(llama_token_data_array & array, dflash2_distribution & out) const;
 
     llama_sampler_ptr bias_;
     llama_sampler_ptr grammar_;
-    llama_sampler_ptr history_;  // penalties and DRY
-    llama_sampler_ptr truncate_; // top-n-sigma to min-p
+    llama_sampler_ptr history_;   // penalties and DRY
+    llama_sampler_ptr truncate_;  // top-n-sigma to min-p
 
-    float    temp_  = 0.0f;
-    float    xtc_p_ = 0.0f;
-    float    xtc_t_ = 0.1f;
-    uint32_t seed_  = 0;
+    float    temp_    = 0.0f;
+    float    xtc_p_   = 0.0f;
+    float    xtc_t_   = 0.1f;
+    uint32_t seed_    = 0;
     int32_t  n_vocab_ = 0;
 };

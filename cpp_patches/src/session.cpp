@@ -13,6 +13,7 @@ static int64_t now_us() {
 // adds the time it lives to a counter
 struct scoped_timer {
     explicit scoped_timer(uint64_t & counter) : total(counter), start(now_us()) {}
+
     ~scoped_timer() { total += now_us() - start; }
 
     uint64_t & total;
@@ -31,7 +32,7 @@ dflash2_session::dflash2_session(llama_model * target, llama_model * draft, cons
     }
 
     const int32_t n_draft_max = drafts ? dflash2_draft_max(draft, params_) : 0;
-    target_ = std::make_unique<dflash2_target>(target, params_, n_draft_max, abort_);
+    target_                   = std::make_unique<dflash2_target>(target, params_, n_draft_max, abort_);
     if (drafts) {
         draft_ = std::make_unique<dflash2_draft>(draft, target_->context(), params_);
         target_->enable_features(draft_->info().layer_inputs);
@@ -43,7 +44,8 @@ dflash2_session::dflash2_session(llama_model * target, llama_model * draft, cons
 
 dflash2_session::sequence & dflash2_session::checked(llama_seq_id seq_id) {
     if (seq_id < 0 || seq_id >= (llama_seq_id) sequences_.size()) {
-        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("sequence %d does not exist, the session has %zu", seq_id, sequences_.size()));
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("sequence %d does not exist, the session has %zu",
+                                                                   seq_id, sequences_.size()));
     }
     return sequences_[seq_id];
 }
@@ -58,7 +60,10 @@ const dflash2_session::sequence & dflash2_session::checked(llama_seq_id seq_id) 
 
 // Cuts both caches to what they share with the new prompt. Returns how many tokens stay evaluated; at least the
 // last prompt token does not, because its logits are wanted.
-int32_t dflash2_session::reuse_prefix(llama_seq_id seq_id, sequence & seq, const llama_token * tokens, int32_t n_tokens) {
+int32_t dflash2_session::reuse_prefix(llama_seq_id        seq_id,
+                                      sequence &          seq,
+                                      const llama_token * tokens,
+                                      int32_t             n_tokens) {
     const int32_t n_old = std::min(seq.n_past, n_tokens - 1);
 
     int32_t n_keep = 0;
@@ -90,34 +95,39 @@ int32_t dflash2_session::reuse_prefix(llama_seq_id seq_id, sequence & seq, const
     return n_keep;
 }
 
-int32_t dflash2_session::seq_begin(llama_seq_id seq_id, const llama_token * tokens, size_t n_tokens, const dflash2_seq_params & params) {
+int32_t dflash2_session::seq_begin(llama_seq_id               seq_id,
+                                   const llama_token *        tokens,
+                                   size_t                     n_tokens,
+                                   const dflash2_seq_params & params) {
     sequence & seq = checked(seq_id);
     if (tokens == nullptr || n_tokens == 0) {
         throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "the prompt is empty");
     }
     if (n_tokens > n_ctx()) {
-        throw dflash2_error(DFLASH2_ERROR_CONTEXT, dflash2_format("the prompt has %zu tokens, the context holds %u", n_tokens, n_ctx()));
+        throw dflash2_error(DFLASH2_ERROR_CONTEXT,
+                            dflash2_format("the prompt has %zu tokens, the context holds %u", n_tokens, n_ctx()));
     }
     const int32_t n_vocab = llama_vocab_n_tokens(vocab_);
     for (size_t i = 0; i < n_tokens; ++i) {
         if (tokens[i] < 0 || tokens[i] >= n_vocab) {
-            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("prompt token %zu is %d, the vocabulary has %d", i, tokens[i], n_vocab));
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                                dflash2_format("prompt token %zu is %d, the vocabulary has %d", i, tokens[i], n_vocab));
         }
     }
     auto rule = dflash2_make_rule(model_, params);
     rule->prime(tokens, n_tokens);
 
-    abort_.store(false); // meant for an earlier step
+    abort_.store(false);  // meant for an earlier step
     seq.n_past = reuse_prefix(seq_id, seq, tokens, (int32_t) n_tokens);
     seq.tokens.assign(tokens, tokens + n_tokens);
     seq.stop.assign(params.stop, params.stop + (params.stop ? params.n_stop : 0));
     seq.params            = params;
-    seq.params.stop       = nullptr; // the caller's
+    seq.params.stop       = nullptr;  // the caller's
     seq.params.logit_bias = nullptr;
     seq.params.grammar    = nullptr;
     seq.rule              = std::move(rule);
-    seq.n_predicted = 0;
-    seq.active      = params.n_predict != 0;
+    seq.n_predicted       = 0;
+    seq.active            = params.n_predict != 0;
     stats.n_prompt_reused += seq.n_past;
     return seq.n_past;
 }
@@ -162,13 +172,13 @@ int32_t dflash2_session::width_limit(const sequence & seq) const {
 
 // Looks at what there is to do; returns the width for the sequences that leave it to us.
 int32_t dflash2_session::plan_round() {
-    round_ = round();
+    round_         = round();
     int32_t n_past = 0, n_generating = 0;
     for (const sequence & seq : sequences_) {
-        n_generating  += seq.generates();
+        n_generating += seq.generates();
         round_.n_auto += seq.generates() && seq.params.n_draft_max < 0;
-        round_.mixed  |= seq.active && !seq.generates();
-        n_past         = std::max(n_past, seq.generates() ? seq.n_past : 0);
+        round_.mixed |= seq.active && !seq.generates();
+        n_past = std::max(n_past, seq.generates() ? seq.n_past : 0);
     }
     if (!draft_ || round_.n_auto == 0) {
         return 0;
@@ -184,7 +194,7 @@ void dflash2_session::draft_all() {
     const int32_t n_auto = plan_round();
 
     std::vector<dflash2_block> blocks;
-    int32_t n = 0;
+    int32_t                    n = 0;
     for (size_t s = 0; s < sequences_.size(); ++s) {
         sequence & seq = sequences_[s];
         seq.path.clear();
@@ -204,8 +214,8 @@ void dflash2_session::draft_all() {
         inject(sequences_[block.seq_id]);
     }
     std::vector<dflash2_lattice> lattices;
-    dflash2_draft_failure failure;
-    bool ok;
+    dflash2_draft_failure        failure;
+    bool                         ok;
     {
         scoped_timer timer(stats.t_draft_us);
         ok = draft_->draft(blocks, n, lattices, failure);
@@ -217,7 +227,7 @@ void dflash2_session::draft_all() {
     ++stats.n_draft_passes;
     for (size_t i = 0; i < blocks.size(); ++i) {
         sequence & seq = sequences_[blocks[i].seq_id];
-        seq.lattice = std::move(lattices[i]);
+        seq.lattice    = std::move(lattices[i]);
         seq.rule->walk(seq.lattice, std::min(n, width_limit(seq)), (llama_pos) seq.tokens.size(), seq.path);
     }
     round_.n_blocks = (int32_t) blocks.size();
@@ -249,8 +259,8 @@ void dflash2_session::learn(double target_us) {
     int32_t n_past = 0, n_rows = 0, n_produced = 0;
     for (sequence & seq : sequences_) {
         if (seq.n_rows > 0) {
-            n_past      = std::max(n_past, seq.n_past);
-            n_rows     += seq.n_rows;
+            n_past = std::max(n_past, seq.n_past);
+            n_rows += seq.n_rows;
             n_produced += (int32_t) seq.produced.size();
         }
     }
@@ -268,8 +278,8 @@ void dflash2_session::fill_batch() {
     target_->clear_batch();
     for (size_t s = 0; s < sequences_.size(); ++s) {
         sequence & seq = sequences_[s];
-        seq.n_rows = 0;
-        seq.judged = false;
+        seq.n_rows     = 0;
+        seq.judged     = false;
         seq.produced.clear();
         if (!seq.generates()) {
             continue;
@@ -282,8 +292,8 @@ void dflash2_session::fill_batch() {
         seq.n_rows = target_->n_rows() - seq.row;
     }
     for (size_t s = 0; s < sequences_.size(); ++s) {
-        sequence & seq = sequences_[s];
-        const int32_t n = std::min(seq.n_pending(), target_->n_batch() - target_->n_rows());
+        sequence &    seq = sequences_[s];
+        const int32_t n   = std::min(seq.n_pending(), target_->n_batch() - target_->n_rows());
         if (!seq.active || seq.judged || n <= 0) {
             continue;
         }
@@ -297,9 +307,8 @@ void dflash2_session::fill_batch() {
 }
 
 void dflash2_session::evaluate() {
-    const bool reads_prompt = std::any_of(sequences_.begin(), sequences_.end(), [](const sequence & seq) {
-        return seq.n_rows > 0 && seq.n_pending() > 1;
-    });
+    const bool   reads_prompt = std::any_of(sequences_.begin(), sequences_.end(),
+                                            [](const sequence & seq) { return seq.n_rows > 0 && seq.n_pending() > 1; });
     scoped_timer timer(reads_prompt ? stats.t_prompt_us : stats.t_verify_us);
     target_->evaluate();
     llama_synchronize(target_->context());
@@ -360,12 +369,12 @@ void dflash2_session::inject(sequence & seq) {
 
 void dflash2_session::accept(llama_seq_id seq_id, sequence & seq, dflash2_step_result & result) {
     const int32_t n_drafted = (int32_t) seq.path.tokens.size();
-    const int32_t row       = seq.row + seq.n_rows - 1 - n_drafted; // judges the first draft
+    const int32_t row       = seq.row + seq.n_rows - 1 - n_drafted;  // judges the first draft
     {
         scoped_timer timer(stats.t_sample_us);
-        result.n_accepted = seq.rule->accept(
-            [&](int32_t i) { return target_->logits(row + i); }, (llama_pos) seq.tokens.size(), seq.path,
-            [&](llama_token token) { return is_stop(seq, token); }, seq.produced);
+        result.n_accepted =
+            seq.rule->accept([&](int32_t i) { return target_->logits(row + i); }, (llama_pos) seq.tokens.size(),
+                             seq.path, [&](llama_token token) { return is_stop(seq, token); }, seq.produced);
     }
     const int32_t n_evaluated = seq.n_rows - n_drafted + result.n_accepted;
 
@@ -374,11 +383,11 @@ void dflash2_session::accept(llama_seq_id seq_id, sequence & seq, dflash2_step_r
         stats.accepted_at[i] += i < result.n_accepted;
     }
     const bool is_round = seq.n_pending() == 1;
-    stats.n_steps          += is_round;
+    stats.n_steps += is_round;
     stats.verified_width[std::min(n_drafted, DFLASH2_MAX_DRAFT)] += is_round;
     stats.n_prompt_sampled += is_round ? 0 : seq.produced.size();
-    stats.n_drafted   += n_drafted;
-    stats.n_accepted  += result.n_accepted;
+    stats.n_drafted += n_drafted;
+    stats.n_accepted += result.n_accepted;
     stats.n_generated += seq.produced.size();
 
     if (draft_) {
@@ -389,11 +398,11 @@ void dflash2_session::accept(llama_seq_id seq_id, sequence & seq, dflash2_step_r
     }
     seq.tokens.insert(seq.tokens.end(), seq.produced.begin(), seq.produced.end());
     seq.n_predicted += (int32_t) seq.produced.size();
-    seq.n_past      += n_evaluated;
+    seq.n_past += n_evaluated;
 
     // the last produced token can be a drafted one (a stop inside the block): it then is evaluated already
     const int32_t n_known = (int32_t) seq.tokens.size();
-    seq.n_past = std::min(seq.n_past, n_known);
+    seq.n_past            = std::min(seq.n_past, n_known);
     if (n_evaluated < seq.n_rows && !target_->truncate(seq_id, seq.n_past)) {
         seq.n_past = 0;
     }
@@ -427,16 +436,16 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
     }
 
     const double target_us = (double) (now_us() - start);
-    int32_t n_results = 0;
+    int32_t      n_results = 0;
     for (size_t s = 0; s < sequences_.size(); ++s) {
         sequence & seq = sequences_[s];
         if (seq.n_rows == 0) {
             continue;
         }
         dflash2_step_result & result = results[n_results++];
-        result = {};
-        result.seq_id    = (llama_seq_id) s;
-        result.n_drafted = (int32_t) seq.path.tokens.size();
+        result                       = {};
+        result.seq_id                = (llama_seq_id) s;
+        result.n_drafted             = (int32_t) seq.path.tokens.size();
         if (seq.n_pending() > 1) {
             stats.n_prompt += seq.n_rows;
         }
@@ -458,11 +467,11 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
 
 void dflash2_session::draft_view(llama_seq_id seq_id, dflash2_draft_view & view) const {
     const sequence & seq = checked(seq_id);
-    view.n_drafted  = (int32_t) seq.path.tokens.size();
-    view.top_k      = seq.lattice.top_k;
-    view.path       = seq.path.tokens.data();
-    view.candidates = seq.lattice.candidates.data();
-    view.scores     = seq.lattice.scores.data();
+    view.n_drafted       = (int32_t) seq.path.tokens.size();
+    view.top_k           = seq.lattice.top_k;
+    view.path            = seq.path.tokens.data();
+    view.candidates      = seq.lattice.candidates.data();
+    view.scores          = seq.lattice.scores.data();
 }
 
 void dflash2_session::memory(dflash2_memory & memory) const {

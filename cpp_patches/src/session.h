@@ -13,11 +13,14 @@
 #include <vector>
 
 struct dflash2_session {
-public:
+  public:
     dflash2_session(llama_model * target, llama_model * draft, const dflash2_session_params & params);
 
-    int32_t seq_begin(llama_seq_id seq_id, const llama_token * tokens, size_t n_tokens, const dflash2_seq_params & params);
-    void    seq_end  (llama_seq_id seq_id);
+    int32_t seq_begin(llama_seq_id               seq_id,
+                      const llama_token *        tokens,
+                      size_t                     n_tokens,
+                      const dflash2_seq_params & params);
+    void    seq_end(llama_seq_id seq_id);
     void    seq_clear(llama_seq_id seq_id);
 
     int32_t step(dflash2_step_result * results);
@@ -27,33 +30,35 @@ public:
     void draft_view(llama_seq_id seq_id, dflash2_draft_view & view) const;
     void memory(dflash2_memory & memory) const;
 
-    uint32_t n_ctx()       const { return target_->n_ctx(); }
-    int32_t  n_draft_max() const { return draft_ ? draft_->n_draft_max() : 0; }
-    int32_t  seq_n_past(llama_seq_id seq_id) const { return checked(seq_id).n_past; }
+    uint32_t n_ctx() const { return target_->n_ctx(); }
+
+    int32_t n_draft_max() const { return draft_ ? draft_->n_draft_max() : 0; }
+
+    int32_t seq_n_past(llama_seq_id seq_id) const { return checked(seq_id).n_past; }
 
     dflash2_stats stats = {};
 
-private:
+  private:
     // All tokens known of a sequence; the first n_past are in the target's cache. While a sequence is generated,
     // exactly one is not: the anchor, which the target has chosen but not evaluated.
     struct sequence {
-        bool    active = false;
-        int32_t n_past = 0;
-        int32_t n_predicted = 0;
-        dflash2_seq_params                params = {};
-        std::vector<llama_token>          tokens;
-        std::vector<llama_token>          stop;
+        bool                                   active      = false;
+        int32_t                                n_past      = 0;
+        int32_t                                n_predicted = 0;
+        dflash2_seq_params                     params      = {};
+        std::vector<llama_token>               tokens;
+        std::vector<llama_token>               stop;
         std::unique_ptr<dflash2_verifier_rule> rule;
 
         // of the step in progress
-        int32_t                  row    = -1;  // first row in the target's batch
+        int32_t                  row    = -1;     // first row in the target's batch
         int32_t                  n_rows = 0;
-        bool                     judged = false; // the rows end with the last known token
+        bool                     judged = false;  // the rows end with the last known token
         dflash2_path             path;
         std::vector<llama_token> produced;
 
-        dflash2_lattice     lattice; // of the last draft
-        dflash2_features    pending; // rows not in the draft cache yet; they end at n_past
+        dflash2_lattice     lattice;  // of the last draft
+        dflash2_features    pending;  // rows not in the draft cache yet; they end at n_past
         dflash2_calibration calibration;
 
         int32_t n_pending() const { return (int32_t) tokens.size() - n_past; }
@@ -62,7 +67,7 @@ private:
         bool generates() const { return active && n_pending() == 1; }
     };
 
-    sequence       & checked(llama_seq_id seq_id);
+    sequence &       checked(llama_seq_id seq_id);
     const sequence & checked(llama_seq_id seq_id) const;
 
     int32_t reuse_prefix(llama_seq_id seq_id, sequence & seq, const llama_token * tokens, int32_t n_tokens);
@@ -79,7 +84,7 @@ private:
     bool    is_stop(const sequence & seq, llama_token token) const;
     void    recover();
 
-    std::atomic<bool> abort_{false};
+    std::atomic<bool> abort_{ false };
 
     dflash2_session_params          params_;
     const llama_vocab *             vocab_;
@@ -92,9 +97,9 @@ private:
 
     // of the step in progress
     struct round {
-        int32_t n_auto   = 0;     // generating sequences whose width is automatic
-        int32_t n_blocks = 0;     // drafted
-        double  us_draft = 0.0;   // draft pass and injection
-        bool    mixed    = false; // reads prompts too: says nothing about the cost of a round
+        int32_t n_auto   = 0;      // generating sequences whose width is automatic
+        int32_t n_blocks = 0;      // drafted
+        double  us_draft = 0.0;    // draft pass and injection
+        bool    mixed    = false;  // reads prompts too: says nothing about the cost of a round
     } round_;
 };

@@ -11,12 +11,17 @@
 #include <vector>
 
 class dflash2_target {
-public:
+  public:
     // n_draft_max sizes the snapshots that recurrent targets need to take tokens back; abort is polled while computing
-    dflash2_target(llama_model * model, const dflash2_session_params & params, int32_t n_draft_max, const std::atomic<bool> & abort);
+    dflash2_target(llama_model *                  model,
+                   const dflash2_session_params & params,
+                   int32_t                        n_draft_max,
+                   const std::atomic<bool> &      abort);
 
     llama_context * context() const { return ctx_.get(); }
-    int32_t n_ctx()   const { return n_ctx_; }
+
+    int32_t n_ctx() const { return n_ctx_; }
+
     int32_t n_batch() const { return n_batch_; }
 
     // publish the inputs of these layers for every token; before the first batch
@@ -25,6 +30,7 @@ public:
     // Builds the batch of one step. add() returns the row.
     void    clear_batch();
     int32_t add(llama_seq_id seq_id, llama_token token, llama_pos pos, bool output);
+
     int32_t n_rows() const { return n_rows_; }
 
     // Evaluates the batch. Throws dflash2_error; the memory is then as it was before, see llama_decode().
@@ -42,16 +48,18 @@ public:
     // Can the sequence be continued at pos with everything in the cache that pos may attend to?
     bool can_continue_at(llama_seq_id seq_id, llama_pos pos) const;
 
-private:
+  private:
     llama_context_ptr    ctx_;
     llama_batch_ptr      batch_;
     std::vector<int32_t> layer_inputs_;
-    int32_t              n_embd_ = 0;
-    int32_t              n_ctx_  = 0;
+    int32_t              n_embd_  = 0;
+    int32_t              n_ctx_   = 0;
     int32_t              n_batch_ = 0;
-    int32_t              n_rows_ = 0;
-    int32_t              n_swa_  = 0;
+    int32_t              n_rows_  = 0;
+    int32_t              n_swa_   = 0;
 };
 
 // parameters of the target context of a session
-llama_context_params dflash2_target_params(const llama_model * model, const dflash2_session_params & params, int32_t n_draft_max);
+llama_context_params dflash2_target_params(const llama_model *            model,
+                                           const dflash2_session_params & params,
+                                           int32_t                        n_draft_max);

@@ -20,7 +20,7 @@ void dflash2_path::truncate(int32_t n) {
 
 void dflash2_verifier_rule::prime(const llama_token * tokens, size_t n_tokens) {
     for (size_t i = 0; i < n_tokens; ++i) {
-        sampler_.accept(tokens[i], /*from_prompt =*/ true);
+        sampler_.accept(tokens[i], /*from_prompt =*/true);
     }
 }
 
@@ -47,29 +47,34 @@ llama_token argmax_with_noise(const dflash2_distribution & p, uint64_t key) {
 // of the softmax of n scores
 float largest_probability(const float * scores, int32_t n) {
     const double best = *std::max_element(scores, scores + n);
-    double sum = 0.0;
+    double       sum  = 0.0;
     for (int32_t i = 0; i < n; ++i) {
         sum += std::exp(scores[i] - best);
     }
-    return (float) (1.0/sum);
+    return (float) (1.0 / sum);
 }
 
 // Follows the lattice; pick(q, pos) chooses among the candidates after the realised predecessor.
 template <typename Pick>
-void walk_lattice(const dflash2_sampler & sampler, const dflash2_lattice & lattice, int32_t n, llama_pos pos, bool keep_q,
-                  dflash2_path & path, Pick && pick) {
+void walk_lattice(const dflash2_sampler & sampler,
+                  const dflash2_lattice & lattice,
+                  int32_t                 n,
+                  llama_pos               pos,
+                  bool                    keep_q,
+                  dflash2_path &          path,
+                  Pick &&                 pick) {
     path.clear();
-    dflash2_sampler state = sampler; // its grammar sees the drafted tokens
+    dflash2_sampler      state = sampler;  // its grammar sees the drafted tokens
     dflash2_distribution q;
-    int32_t predecessor = 0;
+    int32_t              predecessor = 0;
     for (int32_t t = 0; t < std::min(n, lattice.n_rows); ++t) {
-        const llama_token * ids = lattice.candidates.data() + (size_t) t*lattice.top_k;
+        const llama_token * ids = lattice.candidates.data() + (size_t) t * lattice.top_k;
         if (!state.apply_to_draft(ids, lattice.row_scores(t, predecessor), lattice.top_k, q)) {
             return;
         }
         const llama_token token  = pick(q, pos + t);
         const int32_t     before = predecessor;
-        predecessor = (int32_t) (std::find(ids, ids + lattice.top_k, token) - ids);
+        predecessor              = (int32_t) (std::find(ids, ids + lattice.top_k, token) - ids);
         path.tokens.push_back(token);
         path.sure.push_back(largest_probability(lattice.row_scores(t, before), lattice.top_k));
         if (keep_q) {
@@ -82,15 +87,20 @@ void walk_lattice(const dflash2_sampler & sampler, const dflash2_lattice & latti
 }
 
 llama_token most_likely(const dflash2_distribution & q) {
-    return std::max_element(q.data.begin(), q.data.end(), [](const llama_token_data & a, const llama_token_data & b) {
-        return a.logit < b.logit || (a.logit == b.logit && a.id > b.id);
-    })->id;
+    return std::max_element(q.data.begin(), q.data.end(),
+                            [](const llama_token_data & a, const llama_token_data & b) {
+                                return a.logit < b.logit || (a.logit == b.logit && a.id > b.id);
+                            })
+        ->id;
 }
 
 // One token per row from pick(i), as long as it equals the draft.
 template <typename Pick>
-int32_t accept_while_equal(const dflash2_path & path, const is_stop_fn & is_stop, std::vector<llama_token> & out, Pick && pick) {
-    for (size_t i = 0; ; ++i) {
+int32_t accept_while_equal(const dflash2_path &       path,
+                           const is_stop_fn &         is_stop,
+                           std::vector<llama_token> & out,
+                           Pick &&                    pick) {
+    for (size_t i = 0;; ++i) {
         const llama_token token = pick((int32_t) i);
         out.push_back(token);
         const bool from_draft = i < path.tokens.size() && token == path.tokens[i];
@@ -102,8 +112,10 @@ int32_t accept_while_equal(const dflash2_path & path, const is_stop_fn & is_stop
 
 // greedy without samplers: no copy of the vocabulary
 class argmax_rule : public dflash2_verifier_rule {
-public:
-    argmax_rule(dflash2_sampler sampler, int32_t n_vocab) : dflash2_verifier_rule(std::move(sampler)), n_vocab_(n_vocab) {}
+  public:
+    argmax_rule(dflash2_sampler sampler, int32_t n_vocab) :
+        dflash2_verifier_rule(std::move(sampler)),
+        n_vocab_(n_vocab) {}
 
     void walk(const dflash2_lattice & lattice, int32_t n, llama_pos, dflash2_path & path) const override {
         path.clear();
@@ -112,11 +124,14 @@ public:
             const float * scores = lattice.row_scores(t, predecessor);
             path.sure.push_back(largest_probability(scores, lattice.top_k));
             predecessor = (int32_t) (std::max_element(scores, scores + lattice.top_k) - scores);
-            path.tokens.push_back(lattice.candidates[(size_t) t*lattice.top_k + predecessor]);
+            path.tokens.push_back(lattice.candidates[(size_t) t * lattice.top_k + predecessor]);
         }
     }
 
-    int32_t accept(const dflash2_rows & rows, llama_pos, const dflash2_path & path, const is_stop_fn & is_stop,
+    int32_t accept(const dflash2_rows & rows,
+                   llama_pos,
+                   const dflash2_path &       path,
+                   const is_stop_fn &         is_stop,
                    std::vector<llama_token> & out) override {
         return accept_while_equal(path, is_stop, out, [&](int32_t i) {
             const float * logits = rows(i);
@@ -124,47 +139,57 @@ public:
         });
     }
 
-private:
+  private:
     int32_t n_vocab_;
 };
 
 // match and coupled, and greedy with samplers: the target's token is argmax(log p + noise) either way
 class equality_rule : public dflash2_verifier_rule {
-public:
-    equality_rule(dflash2_sampler sampler, bool coupled) : dflash2_verifier_rule(std::move(sampler)), coupled_(coupled) {}
+  public:
+    equality_rule(dflash2_sampler sampler, bool coupled) :
+        dflash2_verifier_rule(std::move(sampler)),
+        coupled_(coupled) {}
 
     void walk(const dflash2_lattice & lattice, int32_t n, llama_pos pos, dflash2_path & path) const override {
         walk_lattice(sampler_, lattice, n, pos, false, path, [&](const dflash2_distribution & q, llama_pos p) {
-            return coupled_ ? argmax_with_noise(q, dflash2_key(sampler_.seed(), p, dflash2_purpose::TARGET)) : most_likely(q);
+            return coupled_ ? argmax_with_noise(q, dflash2_key(sampler_.seed(), p, dflash2_purpose::TARGET)) :
+                              most_likely(q);
         });
     }
 
-    int32_t accept(const dflash2_rows & rows, llama_pos pos, const dflash2_path & path, const is_stop_fn & is_stop,
+    int32_t accept(const dflash2_rows &       rows,
+                   llama_pos                  pos,
+                   const dflash2_path &       path,
+                   const is_stop_fn &         is_stop,
                    std::vector<llama_token> & out) override {
         return accept_while_equal(path, is_stop, out, [&](int32_t i) {
             sampler_.apply(rows(i), pos + i, p_);
-            const llama_token token = argmax_with_noise(p_, dflash2_key(sampler_.seed(), pos + i, dflash2_purpose::TARGET));
+            const llama_token token =
+                argmax_with_noise(p_, dflash2_key(sampler_.seed(), pos + i, dflash2_purpose::TARGET));
             sampler_.accept(token);
             return token;
         });
     }
 
-private:
+  private:
     bool                 coupled_;
     dflash2_distribution p_;
 };
 
 // (scale * p - q)+, not normalised; returns its sum. Tokens outside q keep scale * p.
-double residual(const dflash2_distribution & p, const dflash2_distribution & q, double scale, dflash2_distribution & out) {
-    out = p;
+double residual(const dflash2_distribution & p,
+                const dflash2_distribution & q,
+                double                       scale,
+                dflash2_distribution &       out) {
+    out        = p;
     double sum = 0.0;
     for (auto & entry : out.data) {
-        entry.p = (float) (scale*entry.p);
+        entry.p = (float) (scale * entry.p);
     }
     for (const auto & drafted : q.data) {
         if (const llama_token_data * found = out.find(drafted.id)) {
             llama_token_data & entry = out.data[found - out.data.data()];
-            entry.p = std::max(0.0f, entry.p - drafted.p);
+            entry.p                  = std::max(0.0f, entry.p - drafted.p);
         }
     }
     for (const auto & entry : out.data) {
@@ -174,7 +199,7 @@ double residual(const dflash2_distribution & p, const dflash2_distribution & q, 
 }
 
 class sampled_rule : public dflash2_verifier_rule {
-public:
+  public:
     explicit sampled_rule(dflash2_sampler sampler) : dflash2_verifier_rule(std::move(sampler)) {}
 
     void walk(const dflash2_lattice & lattice, int32_t n, llama_pos pos, dflash2_path & path) const override {
@@ -183,38 +208,44 @@ public:
         });
     }
 
-protected:
+  protected:
     double uniform(llama_pos pos, dflash2_purpose purpose) const {
         return dflash2_uniform(dflash2_key(sampler_.seed(), pos, purpose));
     }
 
     // a draw from an unnormalised distribution; from p where rounding left nothing
-    llama_token draw(const dflash2_distribution & weights, double sum, const dflash2_distribution & p, llama_pos pos) const {
+    llama_token draw(const dflash2_distribution & weights,
+                     double                       sum,
+                     const dflash2_distribution & p,
+                     llama_pos                    pos) const {
         const double u = uniform(pos, dflash2_purpose::TARGET);
-        return sum > 0.0 ? weights.draw(u*sum) : p.draw(u);
+        return sum > 0.0 ? weights.draw(u * sum) : p.draw(u);
     }
 };
 
 class reject_rule : public sampled_rule {
-public:
+  public:
     using sampled_rule::sampled_rule;
 
-    int32_t accept(const dflash2_rows & rows, llama_pos pos, const dflash2_path & path, const is_stop_fn & is_stop,
+    int32_t accept(const dflash2_rows &       rows,
+                   llama_pos                  pos,
+                   const dflash2_path &       path,
+                   const is_stop_fn &         is_stop,
                    std::vector<llama_token> & out) override {
         const int32_t n = (int32_t) path.tokens.size();
-        for (int32_t i = 0; ; ++i) {
+        for (int32_t i = 0;; ++i) {
             sampler_.apply(rows(i), pos + i, p_);
             bool        accepted = false;
             llama_token token;
             if (i == n) {
                 token = p_.draw(uniform(pos + i, dflash2_purpose::TARGET));
             } else {
-                token = path.tokens[i];
+                token          = path.tokens[i];
                 const double q = path.q[i].probability(token);
-                accepted = uniform(pos + i, dflash2_purpose::ACCEPT)*q < p_.probability(token);
+                accepted       = uniform(pos + i, dflash2_purpose::ACCEPT) * q < p_.probability(token);
                 if (!accepted) {
                     const double sum = residual(p_, path.q[i], 1.0, residual_);
-                    token = draw(residual_, sum, p_, pos + i);
+                    token            = draw(residual_, sum, p_, pos + i);
                 }
             }
             out.push_back(token);
@@ -225,7 +256,7 @@ public:
         }
     }
 
-private:
+  private:
     dflash2_distribution p_, residual_;
 };
 
@@ -234,17 +265,20 @@ private:
 //   h_i = S_i/(S_i + 1 - r_i) for i < n,  h_n = r_n
 // and draws the next token from (r_i p_{i+1} - q_{i+1})+, or from p_{n+1} when all are kept.
 class block_rule : public sampled_rule {
-public:
+  public:
     using sampled_rule::sampled_rule;
 
-    int32_t accept(const dflash2_rows & rows, llama_pos pos, const dflash2_path & path, const is_stop_fn & is_stop,
+    int32_t accept(const dflash2_rows &       rows,
+                   llama_pos                  pos,
+                   const dflash2_path &       path,
+                   const is_stop_fn &         is_stop,
                    std::vector<llama_token> & out) override {
         const int32_t n = n_until_stop(path, is_stop);
 
-        dflash2_sampler state = sampler_; // runs ahead along the drafted tokens
-        int32_t n_kept = 0;
-        double  ratio  = 1.0;
-        for (int32_t i = 0; ; ++i) {
+        dflash2_sampler state  = sampler_;  // runs ahead along the drafted tokens
+        int32_t         n_kept = 0;
+        double          ratio  = 1.0;
+        for (int32_t i = 0;; ++i) {
             state.apply(rows(i), pos + i, p_);
             if (i == n) {
                 // h_n = r_n; the whole path is kept and the next token is the target's
@@ -257,7 +291,7 @@ public:
                 break;
             }
             const double sum = residual(p_, path.q[i], ratio, residual_);
-            const double h   = sum > 0.0 ? sum/(sum + 1.0 - ratio) : 0.0;
+            const double h   = sum > 0.0 ? sum / (sum + 1.0 - ratio) : 0.0;
             if (i == 0 || uniform(pos + i - 1, dflash2_purpose::ACCEPT) < h) {
                 n_kept = i;
                 sum_   = sum;
@@ -265,24 +299,29 @@ public:
                 kept_p_ = p_;
             }
             const llama_token token = path.tokens[i];
-            const double q = path.q[i].probability(token);
-            ratio = std::min(1.0, ratio*p_.probability(token)/q);
+            const double      q     = path.q[i].probability(token);
+            ratio                   = std::min(1.0, ratio * p_.probability(token) / q);
             if (ratio <= 0.0) {
-                break; // every longer prefix has h = 0
+                break;  // every longer prefix has h = 0
             }
             state.accept(token);
         }
         return finish(path, n, n_kept, pos, is_stop, out);
     }
 
-private:
+  private:
     // nothing after a drafted stop token can be produced
     static int32_t n_until_stop(const dflash2_path & path, const is_stop_fn & is_stop) {
         const auto end = std::find_if(path.tokens.begin(), path.tokens.end(), is_stop);
         return (int32_t) (end - path.tokens.begin()) + (end != path.tokens.end() ? 1 : 0);
     }
 
-    int32_t finish(const dflash2_path & path, int32_t n, int32_t n_kept, llama_pos pos, const is_stop_fn & is_stop, std::vector<llama_token> & out) {
+    int32_t finish(const dflash2_path &       path,
+                   int32_t                    n,
+                   int32_t                    n_kept,
+                   llama_pos                  pos,
+                   const is_stop_fn &         is_stop,
+                   std::vector<llama_token> & out) {
         for (int32_t i = 0; i < n_kept; ++i) {
             out.push_back(path.tokens[i]);
             sampler_.accept(path.tokens[i]);
@@ -297,7 +336,7 @@ private:
     }
 
     dflash2_distribution p_, residual_, weights_, kept_p_;
-    double sum_ = 0.0;
+    double               sum_ = 0.0;
 };
 
 dflash2_verifier choose(const dflash2_sampler & sampler, int32_t verifier, bool has_seed) {
@@ -315,25 +354,30 @@ dflash2_verifier choose(const dflash2_sampler & sampler, int32_t verifier, bool 
     return (dflash2_verifier) verifier;
 }
 
-} // namespace
+}  // namespace
 
 std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * model, const dflash2_seq_params & params) {
-    dflash2_sampler sampler(model, params);
+    dflash2_sampler        sampler(model, params);
     const dflash2_verifier verifier = choose(sampler, params.verifier, params.seed != LLAMA_DEFAULT_SEED);
 
     if (verifier == DFLASH2_VERIFIER_GREEDY && !sampler.is_greedy()) {
-        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("the greedy verifier needs temperature 0, temperature is %g", params.temp));
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                            dflash2_format("the greedy verifier needs temperature 0, temperature is %g", params.temp));
     }
     // at temperature 0 both p and q are certain, and every rule is equality
     if (sampler.is_greedy()) {
         if (sampler.is_plain_argmax()) {
-            return std::make_unique<argmax_rule>(std::move(sampler), llama_vocab_n_tokens(llama_model_get_vocab(model)));
+            return std::make_unique<argmax_rule>(std::move(sampler),
+                                                 llama_vocab_n_tokens(llama_model_get_vocab(model)));
         }
         return std::make_unique<equality_rule>(std::move(sampler), false);
     }
     switch (verifier) {
-        case DFLASH2_VERIFIER_REJECT: return std::make_unique<reject_rule>(std::move(sampler));
-        case DFLASH2_VERIFIER_BLOCK:  return std::make_unique<block_rule>(std::move(sampler));
-        default:                      return std::make_unique<equality_rule>(std::move(sampler), verifier == DFLASH2_VERIFIER_COUPLED);
+        case DFLASH2_VERIFIER_REJECT:
+            return std::make_unique<reject_rule>(std::move(sampler));
+        case DFLASH2_VERIFIER_BLOCK:
+            return std::make_unique<block_rule>(std::move(sampler));
+        default:
+            return std::make_unique<equality_rule>(std::move(sampler), verifier == DFLASH2_VERIFIER_COUPLED);
     }
 }

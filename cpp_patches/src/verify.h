@@ -39,10 +39,10 @@ struct dflash2_path {
 };
 
 // logits [n_vocab] of row i of a step: row 0 judges the first drafted token
-using dflash2_rows = std::function<const float * (int32_t i)>;
+using dflash2_rows = std::function<const float *(int32_t i)>;
 
 class dflash2_verifier_rule {
-public:
+  public:
     virtual ~dflash2_verifier_rule() = default;
 
     // Draws up to n tokens for positions pos, pos + 1, ... Fewer where a grammar leaves no candidate.
@@ -50,13 +50,16 @@ public:
 
     // Appends the accepted prefix of path and one token of the target's own to out, ending early after a token for
     // which is_stop holds; returns how many of them are drafted ones. pos is the position of the first token.
-    virtual int32_t accept(const dflash2_rows & rows, llama_pos pos, const dflash2_path & path,
-                           const std::function<bool(llama_token)> & is_stop, std::vector<llama_token> & out) = 0;
+    virtual int32_t accept(const dflash2_rows &                     rows,
+                           llama_pos                                pos,
+                           const dflash2_path &                     path,
+                           const std::function<bool(llama_token)> & is_stop,
+                           std::vector<llama_token> &               out) = 0;
 
     // tokens before the first accept(): what penalties look at
     void prime(const llama_token * tokens, size_t n_tokens);
 
-protected:
+  protected:
     explicit dflash2_verifier_rule(dflash2_sampler sampler) : sampler_(std::move(sampler)) {}
 
     dflash2_sampler sampler_;

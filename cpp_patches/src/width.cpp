@@ -7,18 +7,18 @@
 static constexpr double NOT_KNOWN = std::numeric_limits<double>::quiet_NaN();
 
 // an estimate forgets with this many observations; clipping keeps one page fault or preemption from counting as cost
-static constexpr double  COST_MEMORY     = 16.0;
-static constexpr double  COST_CLIP       = 2.0;
-static constexpr double  CHANCE_MEMORY   = 200.0; // observations per bin
-static constexpr double  CHANCE_PRIOR    = 4.0;
-static constexpr double  RATE_MEMORY     = 96.0;  // drafting rounds
-static constexpr double  RATE_DOUBT      = 1.0;   // standard errors by which a rate must miss before drafting stops
-static constexpr int64_t PROVEN_ROUNDS   = 64;    // of drafting that pays, after which a stop is a new event
-static constexpr int32_t EXPLORE_ROUNDS  = 6;
-static constexpr int32_t PROBE_ROUNDS    = 4;
-static constexpr int32_t PROBE_FIRST     = 64;    // plain steps until the first probe; doubles up to the last
-static constexpr int32_t PROBE_LAST      = 2048;
-static constexpr int32_t REFRESH_EVERY   = 48;    // drafting rounds
+static constexpr double  COST_MEMORY    = 16.0;
+static constexpr double  COST_CLIP      = 2.0;
+static constexpr double  CHANCE_MEMORY  = 200.0;  // observations per bin
+static constexpr double  CHANCE_PRIOR   = 4.0;
+static constexpr double  RATE_MEMORY    = 96.0;   // drafting rounds
+static constexpr double  RATE_DOUBT     = 1.0;    // standard errors by which a rate must miss before drafting stops
+static constexpr int64_t PROVEN_ROUNDS  = 64;     // of drafting that pays, after which a stop is a new event
+static constexpr int32_t EXPLORE_ROUNDS = 6;
+static constexpr int32_t PROBE_ROUNDS   = 4;
+static constexpr int32_t PROBE_FIRST    = 64;  // plain steps until the first probe; doubles up to the last
+static constexpr int32_t PROBE_LAST     = 2048;
+static constexpr int32_t REFRESH_EVERY  = 48;  // drafting rounds
 
 //
 // costs
@@ -26,10 +26,10 @@ static constexpr int32_t REFRESH_EVERY   = 48;    // drafting rounds
 
 void dflash2_costs::estimate::observe(double value) {
     if (count > 0.0) {
-        value = std::min(value, COST_CLIP*us);
+        value = std::min(value, COST_CLIP * us);
     }
     count = std::min(count + 1.0, COST_MEMORY);
-    us   += (value - us)/count;
+    us += (value - us) / count;
 }
 
 dflash2_costs::dflash2_costs(int32_t n_rows_max) : n_rows_max_(n_rows_max) {
@@ -93,7 +93,7 @@ double dflash2_costs::target(int32_t n_past, int32_t n_rows) const {
     }
     const double a = nearest(n_past, lo)->us;
     const double b = nearest(n_past, hi)->us;
-    return a + (b - a)*(n_rows - lo)/(hi - lo);
+    return a + (b - a) * (n_rows - lo) / (hi - lo);
 }
 
 double dflash2_costs::draft(int32_t n_blocks) const {
@@ -105,22 +105,22 @@ double dflash2_costs::draft(int32_t n_blocks) const {
 //
 
 static int32_t bin_of(float q, int32_t n_bins) {
-    return std::max(0, std::min(n_bins - 1, (int32_t) (q*n_bins)));
+    return std::max(0, std::min(n_bins - 1, (int32_t) (q * n_bins)));
 }
 
 double dflash2_calibration::chance(float sure) const {
     const bin & b = bins_[bin_of(sure, N_BINS)];
     // before evidence, the drafter's own word
-    return (b.kept + CHANCE_PRIOR*sure)/(b.total + CHANCE_PRIOR);
+    return (b.kept + CHANCE_PRIOR * sure) / (b.total + CHANCE_PRIOR);
 }
 
 double dflash2_calibration::chance() const {
-    double kept = 0.5*CHANCE_PRIOR, total = CHANCE_PRIOR;
+    double kept = 0.5 * CHANCE_PRIOR, total = CHANCE_PRIOR;
     for (const bin & b : bins_) {
-        kept  += b.kept;
+        kept += b.kept;
         total += b.total;
     }
-    return kept/total;
+    return kept / total;
 }
 
 void dflash2_calibration::observe(const std::vector<float> & sure, int32_t n_verified, int32_t n_accepted) {
@@ -128,11 +128,11 @@ void dflash2_calibration::observe(const std::vector<float> & sure, int32_t n_ver
     for (int32_t i = 0; i < std::min(n_verified, n_accepted + 1); ++i) {
         bin & b = bins_[bin_of(sure[i], N_BINS)];
         if (b.total >= CHANCE_MEMORY) {
-            b.kept  *= 0.5;
+            b.kept *= 0.5;
             b.total *= 0.5;
         }
         b.total += 1.0;
-        b.kept  += i < n_accepted;
+        b.kept += i < n_accepted;
     }
 }
 
@@ -141,7 +141,7 @@ void dflash2_calibration::observe(const std::vector<float> & sure, int32_t n_ver
 //
 
 double dflash2_width::drafting_rate() const {
-    return us_ > 0.0 ? tokens_/us_ : 0.0;
+    return us_ > 0.0 ? tokens_ / us_ : 0.0;
 }
 
 // standard error of the mean of tokens per round, relative to it
@@ -149,9 +149,9 @@ double dflash2_width::relative_error() const {
     if (weight_ <= 1.0) {
         return 1.0;
     }
-    const double mean     = tokens_/weight_;
-    const double variance = std::max(0.0, squares_/weight_ - mean*mean);
-    return std::sqrt(variance/(weight_ - 1.0))/mean;
+    const double mean     = tokens_ / weight_;
+    const double variance = std::max(0.0, squares_ / weight_ - mean * mean);
+    return std::sqrt(variance / (weight_ - 1.0)) / mean;
 }
 
 int32_t dflash2_width::plan(const dflash2_costs & costs, int32_t n_past, int32_t n_seqs) {
@@ -170,7 +170,7 @@ int32_t dflash2_width::plan(const dflash2_costs & costs, int32_t n_past, int32_t
         return n_draft_max_;
     }
     if (drafting_) {
-        return plan_drafting(n_seqs/costs.target(n_past, n_seqs));
+        return plan_drafting(n_seqs / costs.target(n_past, n_seqs));
     }
     if (--until_probe_ > 0) {
         reason_ = DFLASH2_WIDTH_PLAIN;
@@ -178,10 +178,10 @@ int32_t dflash2_width::plan(const dflash2_costs & costs, int32_t n_past, int32_t
     }
     // what was learned of earlier text says little of this one: the probe is judged alone
     tokens_ = squares_ = us_ = weight_ = 0.0;
-    n_rounds_ = 0;
-    drafting_     = true;
-    probe_rounds_ = PROBE_ROUNDS - 1;
-    reason_ = DFLASH2_WIDTH_PROBES;
+    n_rounds_                          = 0;
+    drafting_                          = true;
+    probe_rounds_                      = PROBE_ROUNDS - 1;
+    reason_                            = DFLASH2_WIDTH_PROBES;
     return n_draft_max_;
 }
 
@@ -191,16 +191,16 @@ int32_t dflash2_width::plan_drafting(double plain_rate) {
         reason_ = DFLASH2_WIDTH_PROBES;
         return n_draft_max_;
     }
-    if (drafting_rate()*(1.0 + RATE_DOUBT*relative_error()) < plain_rate) {
+    if (drafting_rate() * (1.0 + RATE_DOUBT * relative_error()) < plain_rate) {
         drafting_    = false;
-        probe_every_ = std::min(std::max(PROBE_FIRST, 2*probe_every_), PROBE_LAST);
+        probe_every_ = std::min(std::max(PROBE_FIRST, 2 * probe_every_), PROBE_LAST);
         until_probe_ = probe_every_;
-        reason_ = DFLASH2_WIDTH_PLAIN;
+        reason_      = DFLASH2_WIDTH_PLAIN;
         return 0;
     }
     if (++until_refresh_ >= REFRESH_EVERY) {
         until_refresh_ = 0;
-        reason_ = DFLASH2_WIDTH_REFRESHES;
+        reason_        = DFLASH2_WIDTH_REFRESHES;
         return 0;
     }
     if (n_rounds_ >= PROVEN_ROUNDS) {
@@ -210,33 +210,38 @@ int32_t dflash2_width::plan_drafting(double plain_rate) {
     return n_draft_max_;
 }
 
-int32_t dflash2_width::choose(const dflash2_costs & costs, const dflash2_calibration & calibration, int32_t n_past, int32_t n_rows_other,
-                              const std::vector<float> & sure) const {
+int32_t dflash2_width::choose(const dflash2_costs &       costs,
+                              const dflash2_calibration & calibration,
+                              int32_t                     n_past,
+                              int32_t                     n_rows_other,
+                              const std::vector<float> &  sure) const {
     const int32_t n = std::min(n_draft_max_, (int32_t) sure.size());
     if (n <= 0) {
         return 0;
     }
     if (reason_ == DFLASH2_WIDTH_EXPLORES) {
         // n, n/2, 1, n, ...: enough points of the cost line to interpolate
-        const int32_t widths[3] = { n, std::max(1, n/2), 1 };
+        const int32_t widths[3] = { n, std::max(1, n / 2), 1 };
         return widths[(n_explored_ - 1) % 3];
     }
 
     // The draft is paid for. A wider verification is worth its time while it yields more than that time yields elsewhere.
-    const double plain_rate = (n_rows_other + 1)/costs.target(n_past, n_rows_other + 1);
+    const double plain_rate = (n_rows_other + 1) / costs.target(n_past, n_rows_other + 1);
     const double rate       = std::max(plain_rate, drafting_rate());
-    const auto   price      = [&](int32_t width) { return rate*costs.target(n_past, n_rows_other + 1 + width); };
-    const double typical    = calibration.chance();
+    const auto   price      = [&](int32_t width) {
+        return rate * costs.target(n_past, n_rows_other + 1 + width);
+    };
+    const double typical = calibration.chance();
 
-    double chain = 1.0; // of all positions so far being kept
+    double chain = 1.0;  // of all positions so far being kept
     for (int32_t i = 0; i < n; ++i) {
         // the best that going on from here can come to, the positions after i being typical ones
-        double gain = 0.0, best = -INFINITY;
-        double ahead = chain*calibration.chance(sure[i]);
-        const double here = ahead;
+        double       gain = 0.0, best = -INFINITY;
+        double       ahead = chain * calibration.chance(sure[i]);
+        const double here  = ahead;
         for (int32_t width = i + 1; width <= n; ++width) {
             gain += ahead;
-            best  = std::max(best, gain - price(width));
+            best = std::max(best, gain - price(width));
             ahead *= typical;
         }
         if (best <= -price(i)) {
@@ -251,10 +256,10 @@ void dflash2_width::observe(int32_t n_tokens, double us) {
     if (reason_ == DFLASH2_WIDTH_PLAIN || reason_ == DFLASH2_WIDTH_REFRESHES) {
         return;
     }
-    const double keep = 1.0 - 1.0/RATE_MEMORY;
-    tokens_  = keep*tokens_ + n_tokens;
-    squares_ = keep*squares_ + (double) n_tokens*n_tokens;
-    us_      = keep*us_ + us;
-    weight_  = keep*weight_ + 1.0;
+    const double keep = 1.0 - 1.0 / RATE_MEMORY;
+    tokens_           = keep * tokens_ + n_tokens;
+    squares_          = keep * squares_ + (double) n_tokens * n_tokens;
+    us_               = keep * us_ + us;
+    weight_           = keep * weight_ + 1.0;
     ++n_rounds_;
 }

@@ -14,11 +14,11 @@
 
 // What evaluations cost, in microseconds. Shared by the sequences of a session.
 class dflash2_costs {
-public:
+  public:
     explicit dflash2_costs(int32_t n_rows_max);
 
     void observe_target(int32_t n_past, int32_t n_rows, double us);
-    void observe_draft(int32_t n_blocks, double us); // draft pass and injection of one round
+    void observe_draft(int32_t n_blocks, double us);  // draft pass and injection of one round
 
     // NaN where nothing is known yet; between measured row counts it interpolates
     double target(int32_t n_past, int32_t n_rows) const;
@@ -29,10 +29,10 @@ public:
     // context lengths that share a measurement: 0, 512, 1024, 2048, ... tokens
     static int32_t bucket(int32_t n_past);
 
-private:
+  private:
     struct estimate {
         double us    = 0.0;
-        double count = 0.0; // forgets
+        double count = 0.0;  // forgets
 
         void observe(double value);
     };
@@ -41,14 +41,14 @@ private:
 
     const estimate * nearest(int32_t n_past, int32_t n_rows) const;
 
-    int32_t n_rows_max_;
-    std::array<std::vector<estimate>, N_BUCKETS> target_; // [bucket][n_rows]
-    std::vector<estimate> draft_;                         // [n_blocks]
+    int32_t                                      n_rows_max_;
+    std::array<std::vector<estimate>, N_BUCKETS> target_;  // [bucket][n_rows]
+    std::vector<estimate>                        draft_;   // [n_blocks]
 };
 
 // How often a drafted token is kept when its predecessors were, by how sure the drafter was there.
 class dflash2_calibration {
-public:
+  public:
     // chance of a token at a position of this confidence, in (0, 1)
     double chance(float sure) const;
 
@@ -58,7 +58,7 @@ public:
     // confidence of the drafted positions, how many of them were verified, and how many kept
     void observe(const std::vector<float> & sure, int32_t n_verified, int32_t n_accepted);
 
-private:
+  private:
     static constexpr int32_t N_BINS = 10;
 
     struct bin {
@@ -71,7 +71,7 @@ private:
 
 // What sequences draft together: one decision per round whether to draft, one width per sequence.
 class dflash2_width {
-public:
+  public:
     explicit dflash2_width(int32_t n_draft_max) : n_draft_max_(n_draft_max) {}
 
     // Tokens to draft per sequence in a round of n_seqs sequences, 0 = decode plainly. n_past: of the longest.
@@ -83,20 +83,23 @@ public:
     // Whether position i is verified depends on the path before i and on the distribution at i, never on the token drawn
     // at i or on anything after it. Rejection sampling needs that: a token kept or dropped because of what it is no
     // longer follows q.
-    int32_t choose(const dflash2_costs & costs, const dflash2_calibration & calibration, int32_t n_past, int32_t n_rows_other,
-                   const std::vector<float> & sure) const;
+    int32_t choose(const dflash2_costs &       costs,
+                   const dflash2_calibration & calibration,
+                   int32_t                     n_past,
+                   int32_t                     n_rows_other,
+                   const std::vector<float> &  sure) const;
 
     // What the planned round came to: tokens produced by all its sequences, time of draft, injection and target.
     void observe(int32_t n_tokens, double us);
 
     dflash2_width_reason last_reason() const { return reason_; }
 
-private:
+  private:
     int32_t plan_drafting(double plain_rate);
     double  drafting_rate() const;
     double  relative_error() const;
 
-    int32_t n_draft_max_;
+    int32_t              n_draft_max_;
     dflash2_width_reason reason_ = DFLASH2_WIDTH_EXPLORES;
 
     // recent drafting rounds, forgetting: tokens, their squares, time, and how many rounds
@@ -105,11 +108,11 @@ private:
     double us_      = 0.0;
     double weight_  = 0.0;
 
-    int64_t n_rounds_      = 0; // that they come from
+    int64_t n_rounds_      = 0;  // that they come from
     bool    drafting_      = true;
     int32_t n_explored_    = 0;
-    int32_t until_refresh_ = 0; // drafting rounds until a plain step measures again what that costs
-    int32_t until_probe_   = 0; // plain steps until drafting is tried again
-    int32_t probe_rounds_  = 0; // left of the probe in progress
+    int32_t until_refresh_ = 0;  // drafting rounds until a plain step measures again what that costs
+    int32_t until_probe_   = 0;  // plain steps until drafting is tried again
+    int32_t probe_rounds_  = 0;  // left of the probe in progress
     int32_t probe_every_   = 0;
 };

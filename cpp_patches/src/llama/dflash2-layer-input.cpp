@@ -20,10 +20,11 @@ static ggml_tensor * build_stream_mean(ggml_context * ctx, ggml_tensor * streams
 
     ggml_tensor * sum = nullptr;
     for (int64_t s = 0; s < hc; ++s) {
-        ggml_tensor * stream = ggml_view_2d(ctx, streams, streams->ne[0], streams->ne[2], streams->nb[2], s*streams->nb[1]);
+        ggml_tensor * stream =
+            ggml_view_2d(ctx, streams, streams->ne[0], streams->ne[2], streams->nb[2], s * streams->nb[1]);
         sum = sum ? ggml_add(ctx, sum, stream) : stream;
     }
-    return ggml_scale(ctx, sum, 1.0f/hc);
+    return ggml_scale(ctx, sum, 1.0f / hc);
 }
 
 // The trained feature of a hyper-connection target is a property of the model, not of the tensor shape: only
@@ -35,7 +36,7 @@ static bool has_mean_feature(llm_arch arch) {
 void dflash2_publish_layer_input(const llm_graph_context & g, ggml_tensor * cur, int lid) {
     const auto & enabled = g.cparams.embeddings_layer_inp;
     if (lid < 0 || (size_t) lid >= enabled.size()) {
-        return; // graphs that run one layer several times count further
+        return;  // graphs that run one layer several times count further
     }
 
     ggml_tensor * rows = cur;
@@ -60,7 +61,7 @@ static const ggml_tensor * probe(llama_context * ctx, int32_t lid, uint32_t n_to
     if (auto * memory = ctx->get_memory()) {
         mctx = memory->init_full();
     }
-    if (!ctx->graph_reserve(n_tokens, 1, n_outputs, mctx.get(), /*split_only =*/ true)) {
+    if (!ctx->graph_reserve(n_tokens, 1, n_outputs, mctx.get(), /*split_only =*/true)) {
         throw std::runtime_error("graph_reserve failed");
     }
     return ctx->get_gf_res_reserve()->get_layer_inp(lid);
@@ -76,7 +77,8 @@ int32_t dflash2_llama_layer_input(llama_context * ctx, int32_t lid) {
     const uint32_t n_tokens = 4;
     try {
         if (const ggml_tensor * t = probe(ctx, lid, n_tokens, 1)) {
-            return is_one_row_per_token(t, hparams.n_embd, n_tokens) ? DFLASH2_LAYER_INPUT_OK : DFLASH2_LAYER_INPUT_WIDTH;
+            return is_one_row_per_token(t, hparams.n_embd, n_tokens) ? DFLASH2_LAYER_INPUT_OK :
+                                                                       DFLASH2_LAYER_INPUT_WIDTH;
         }
         return probe(ctx, lid, n_tokens, n_tokens) ? DFLASH2_LAYER_INPUT_NARROWED : DFLASH2_LAYER_INPUT_MISSING;
     } catch (const std::exception & e) {

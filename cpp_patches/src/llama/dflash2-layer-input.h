@@ -16,12 +16,12 @@ struct llm_graph_context;
 void dflash2_publish_layer_input(const llm_graph_context & g, ggml_tensor * cur, int lid);
 
 enum dflash2_layer_input {
-    DFLASH2_LAYER_INPUT_OK        = 0,
-    DFLASH2_LAYER_INPUT_RANGE     = 1, // no such layer
-    DFLASH2_LAYER_INPUT_MISSING   = 2, // the graph does not publish it
-    DFLASH2_LAYER_INPUT_NARROWED  = 3, // only for output tokens, and a drafter needs every token
-    DFLASH2_LAYER_INPUT_WIDTH     = 4, // published, but not as one row of n_embd floats per token
-    DFLASH2_LAYER_INPUT_ERROR     = 5, // the graph could not be built
+    DFLASH2_LAYER_INPUT_OK       = 0,
+    DFLASH2_LAYER_INPUT_RANGE    = 1,  // no such layer
+    DFLASH2_LAYER_INPUT_MISSING  = 2,  // the graph does not publish it
+    DFLASH2_LAYER_INPUT_NARROWED = 3,  // only for output tokens, and a drafter needs every token
+    DFLASH2_LAYER_INPUT_WIDTH    = 4,  // published, but not as one row of n_embd floats per token
+    DFLASH2_LAYER_INPUT_ERROR    = 5,  // the graph could not be built
 };
 
 extern "C" {
@@ -29,5 +29,4 @@ extern "C" {
 // Builds the graph of a small batch, evaluates nothing, and looks. Works on a context of a model without weights.
 // Invalidates graphs kept for reuse, so it is meant for a context of its own.
 LLAMA_API int32_t dflash2_llama_layer_input(struct llama_context * ctx, int32_t lid);
-
 }

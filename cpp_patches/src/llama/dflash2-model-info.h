@@ -15,9 +15,8 @@ LLAMA_API int32_t dflash2_llama_window(const struct llama_model * model);
 LLAMA_API int32_t dflash2_llama_drafter_kind(const struct llama_model * model);
 
 LLAMA_API bool dflash2_llama_has_tok_embd(const struct llama_model * model);
-LLAMA_API bool dflash2_llama_has_output  (const struct llama_model * model);
+LLAMA_API bool dflash2_llama_has_output(const struct llama_model * model);
 
 // Bytes of recurrent state kept only so that a few tokens can be taken back (n_rs_seq snapshots per sequence).
 LLAMA_API uint64_t dflash2_llama_snapshot_bytes(const struct llama_context * ctx);
-
 }
