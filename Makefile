@@ -26,7 +26,7 @@ help:
 demo: $(VENV)/.installed
 	@target=$$($(PY) -m tests.provisions target) && \
 	draft=$$($(PY) -m tests.provisions drafter $(PRESET)) && \
-	$(PY) -m dflash2_gguf.demo --target "$$target" --draft "$$draft"
+	$(PY) -m dflash2_gguf.demo --target "$$target" --draft "$$draft" $(ARGS)
 
 test: $(VENV)/.installed-test lint
 	@if [ "$(DFLASH2_PEER)" = 1 ]; then $(PATCHTOOL) build --peer; fi
