@@ -1,7 +1,7 @@
-"""The Hugging Face directory that upstream's converter wants beside a drafter, rebuilt from the target's GGUF.
+"""The Hugging Face directory that upstream's converter wants, rebuilt from the target's GGUF.
 
-Only what the converter reads of a target: config.json and the tokenizer. Upstream checks the tokenizer itself, by
-hashing what it makes of a test text.
+Only what the converter reads of a target: config.json and the tokenizer. Upstream checks the
+tokenizer itself, by hashing what it makes of a test text.
 """
 
 from __future__ import annotations
