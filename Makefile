@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PATCHTOOL := $(PY) cpp_patches/patchtool.py
 # llama-cpp-python is used for its ctypes layer only; ours is the one llama.cpp that gets compiled
-PIP := CMAKE_ARGS="$(CMAKE_ARGS) -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PY) -m pip --disable-pip-version-check
+PIP := PYTHONWARNINGS=ignore CMAKE_ARGS="$(CMAKE_ARGS) -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PY) -m pip --disable-pip-version-check
 
 .PHONY: help demo test lint build bench-peer wheel fork clean
 .PHONY: patches-apply patches-refresh patches-check patches-stats
@@ -26,7 +26,7 @@ help:
 demo: $(VENV)/.installed
 	@target=$$($(PY) -m tests.provisions target) && \
 	draft=$$($(PY) -m tests.provisions drafter $(PRESET)) && \
-	$(PY) -m dflash2_gguf.demo --target "$$target" --draft "$$draft"
+	$(PY) -m dflash2_gguf.demo --target "$$target" --draft "$$draft" $(ARGS)
 
 test: $(VENV)/.installed-test lint
 	@if [ "$(DFLASH2_PEER)" = 1 ]; then $(PATCHTOOL) build --peer; fi

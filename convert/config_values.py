@@ -10,6 +10,9 @@ from dflash2_gguf.errors import CheckpointError
 
 __all__ = ["Config"]
 
+# numbers are stored as 32-bit floats
+_F32_MAX = 3.4e38
+
 
 @dataclass(frozen=True)
 class Config:
@@ -89,9 +92,13 @@ def _integer(key: str, value: Any) -> int | None:
 def _float(key: str, value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _fits_f32(value):
         raise CheckpointError(f"config.json: {key} is {value!r}, not a number")
     return float(value)
+
+
+def _fits_f32(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < _F32_MAX
 
 
 def _flag(key: str, value: Any, default: bool) -> bool:

@@ -68,6 +68,8 @@ def _parameters(config: Config) -> tuple[str, dict[str, Any]]:
         if not isinstance(value, dict):
             raise CheckpointError(f"config.json: {key} is {value!r}, not an object")
         groups = [value[k] for k in ("full_attention", "sliding_attention") if k in value]
+        if not all(isinstance(group, dict) for group in groups):
+            raise CheckpointError(f"config.json: {key} is {value!r}, not an object of objects")
         if any(group != groups[0] for group in groups):
             raise CheckpointError(f"config.json: {key} differs between layer types")
         return key, groups[0] if groups else value
@@ -139,9 +141,12 @@ def _scaling(parameters: dict[str, Any]) -> RopeScaling | None:
             f"this version converts default, {', '.join(_SCALING)}",
         )
     values = Config(parameters)
+    factor = values.number("factor")
+    if factor <= 0:
+        raise CheckpointError(f"config.json: factor of rope_type {kind!r} is {factor:g}")
     return RopeScaling(
         kind=kind,
-        factor=values.number("factor"),
+        factor=factor,
         original_context=(
             values.positive("original_max_position_embeddings") if kind == "yarn" else None
         ),

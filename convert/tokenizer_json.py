@@ -26,16 +26,20 @@ def read_tokenizer(path: Path, *, n_vocab: int, model_type: str) -> dict[str, Va
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"there is no tokenizer.json in {path}", GGUF_HINT)
     data = read_json(path / "tokenizer.json")
-    model = data.get("model")
-    if not isinstance(model, dict) or model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise CheckpointError(
-            f"{path / 'tokenizer.json'} is not a byte-level BPE tokenizer", GGUF_HINT
-        )
+    try:
+        return _keys(path, data, n_vocab, model_type)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # a foreign file with dozens of nested fields: any of them may be of another type
+        raise CheckpointError(f"the tokenizer files in {path} are malformed", GGUF_HINT) from error
+
+
+def _keys(path: Path, data: dict[str, Any], n_vocab: int, model_type: str) -> dict[str, Value]:
+    file, model = path / "tokenizer.json", data["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise CheckpointError(f"{file} is not a byte-level BPE tokenizer", GGUF_HINT)
     pre = pre_type(data, model_type)
     if pre is None:
-        raise CheckpointError(
-            f"the pre-tokenizer of {path / 'tokenizer.json'} is unknown", GGUF_HINT
-        )
+        raise CheckpointError(f"the pre-tokenizer of {file} is unknown", GGUF_HINT)
     tokens, types = _tokens(data, model, n_vocab)
     keys = {
         Key.TOKENIZER_MODEL: string("gpt2"),
@@ -66,7 +70,7 @@ def _tokens(
 def _place(tokens: list[str], types: list[int], index: Any, token: str, kind: TokenType) -> None:
     if type(index) is not int or not 0 <= index < len(tokens):
         raise CheckpointError(
-            f"token {token!r} has id {index}, outside the vocabulary of {len(tokens)}", GGUF_HINT
+            f"token {token!r} has id {index!r}, outside the vocabulary of {len(tokens)}", GGUF_HINT
         )
     tokens[index], types[index] = token, int(kind)
 

@@ -29,6 +29,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def _printable(text: str) -> str:
+    """Names come from foreign files: no escape sequence of theirs may reach the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class Terminal:
     """Standard streams of the process; decides once which of them are for eyes."""
 
@@ -38,7 +43,7 @@ class Terminal:
 
     def line(self, text: str) -> None:
         """One line of data."""
-        print(text)
+        print(_printable(text))
 
     def json(self, value: Any) -> None:
         """A JSON document as data."""
@@ -46,6 +51,7 @@ class Terminal:
 
     def facts(self, title: str, rows: Mapping[str, str]) -> None:
         """Names and values: a table on a terminal, ``name: value`` lines elsewhere."""
+        rows = {_printable(name): _printable(value) for name, value in rows.items()}
         if not self._rich_out:
             for name, value in rows.items():
                 print(f"{name}: {value}")
@@ -74,7 +80,7 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """A remark without label."""
-        print(text, file=sys.stderr, flush=True)
+        print(_printable(text), file=sys.stderr, flush=True)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -96,6 +102,7 @@ class Terminal:
             yield lambda count: bar.advance(task, count)
 
     def _say(self, kind: str, text: str) -> None:
+        text = _printable(text)
         if not self._rich_err:
             print(f"{kind}: {text}", file=sys.stderr, flush=True)
             return

@@ -232,7 +232,7 @@ def _compile(tree: Path, folder: str, flags: list[str], targets: list[str]) -> N
         flags.append(f"-DCMAKE_MAKE_PROGRAM={tools.make}")
     # with these, the same file in two trees is compiled once
     env = os.environ | {
-        "CCACHE_BASEDIR": str(tree),
+        "CCACHE_BASEDIR": str(REPO),
         "CCACHE_NOHASHDIR": "1",
         "CCACHE_NAMESPACE": _cpu_id(),
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 from dflash2_gguf.errors import DFlash2Error
 from dflash2_gguf.launch import Launch, open_session
@@ -106,53 +108,57 @@ class _Conversation:
         return [{"role": "system", "content": system}] if system else []
 
     def _stream(self, pieces: Generator[Generation, None, None]) -> tuple[str, Generation]:
-        """Show the pieces as they come. Ctrl-C stops them at once, a second one leaves the chat."""
+        """Show the pieces as they come. Ctrl-C stops them, a second one leaves the chat."""
         text, last = "", Generation("", finish_reason="cancelled")
-        worker = _Worker(pieces)
-        try:
-            while (piece := self._next(worker)) is not None:
-                self._terminal.write(piece.text)
-                text, last = text + piece.text, piece
-        finally:
-            self._session.cancel()
-            worker.join()
+        with _interrupts_into(queue.SimpleQueue()) as events:
+            worker = threading.Thread(target=_feed, args=(pieces, events), daemon=True)
+            worker.start()
+            try:
+                while (event := events.get()) is not None:
+                    if isinstance(event, Generation):
+                        self._terminal.write(event.text)
+                        text, last = text + event.text, event
+                    elif isinstance(event, KeyboardInterrupt):
+                        self._session.cancel()
+                    else:
+                        raise event
+            finally:
+                self._session.cancel()
+                worker.join()
         self._terminal.write("\n")
         return text, last
 
-    def _next(self, worker: _Worker) -> Generation | None:
-        with suppress(KeyboardInterrupt):
-            return worker.next()
-        self._session.cancel()
-        return worker.next()
+
+# pieces as they come, errors and interrupts in between, None at the end
+_Events = queue.SimpleQueue[Generation | BaseException | None]
 
 
-class _Worker:
-    """Runs a generation beside the main thread, which alone gets Ctrl-C: steps may take long."""
+def _feed(pieces: Generator[Generation, None, None], events: _Events) -> None:
+    """Runs beside the main thread, which alone gets Ctrl-C: a step may take long."""
+    try:
+        for piece in pieces:
+            events.put(piece)
+        events.put(None)
+    except BaseException as error:  # raised again in the main thread
+        events.put(error)
 
-    def __init__(self, pieces: Generator[Generation, None, None]) -> None:
-        self._pieces = pieces
-        self._queue: queue.Queue[Generation | BaseException | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="dflash2-generate", daemon=True)
-        self._thread.start()
 
-    def next(self) -> Generation | None:
-        """The next piece, None after the last; raises what the generation raised."""
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+@contextmanager
+def _interrupts_into(events: _Events) -> Iterator[_Events]:
+    """Make the first Ctrl-C an event; it may come while text is being written."""
+    seen: list[int] = []
 
-    def join(self) -> None:
-        """Wait for the end, which follows soon after Session.cancel."""
-        self._thread.join()
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+        events.put(KeyboardInterrupt())  # SimpleQueue.put is safe in a handler
 
-    def _run(self) -> None:
-        try:
-            for piece in self._pieces:
-                self._queue.put(piece)
-            self._queue.put(None)
-        except BaseException as error:  # raised again in the main thread
-            self._queue.put(error)
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield events
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _report(stats: Stats, memory: Memory) -> dict[str, str]:

@@ -5,6 +5,7 @@ The only module that imports rich, and only when stderr is a terminal.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
-        self._styled = sys.stderr.isatty()
+        self._styled = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def write(self, text: str) -> None:
         """Answer text, visible at once."""

@@ -157,6 +157,9 @@ void dflash2_require_pair(llama_model * target, const llama_model * draft) {
         throw pair_error(dflash2_format("architecture '%s' is a diffusion model and does not decode token by token",
                                         dflash2_model_arch(target).c_str()));
     }
+    if (llama_model_is_diffusion(target)) {
+        throw pair_error(dflash2_format("architecture '%s' is a diffusion model and does not decode token by token", dflash2_model_arch(target).c_str()));
+    }
     require_same_shape(target, draft);
     for (const int32_t lid : info.layer_inputs) {
         if (lid < 1 || lid > llama_model_n_layer(target)) {

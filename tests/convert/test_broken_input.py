@@ -468,6 +468,12 @@ def test_mask_embedding_is_refused(checkpoint: Path, target: Path) -> None:
         ({"hidden_size": ...}, "config.json has no hidden_size", None),
         ({"rms_norm_eps": True}, "config.json: rms_norm_eps is True, not a number", None),
         ({"rms_norm_eps": -1.0}, "config.json: rms_norm_eps is -1.0, it must be positive", None),
+        ({"rms_norm_eps": 1e300}, "config.json: rms_norm_eps is 1e+300, not a number", None),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+            "config.json: factor of rope_type 'linear' is 0",
+            None,
+        ),
         ({"dflash__block_size": 1}, "config.json: block_size 1 leaves nothing to draft", None),
         (
             {"layer_types": ["sliding_attention"]},

@@ -199,6 +199,19 @@ def test_mistake_is_one_line_and_a_hint(
     assert (done.code, done.out, done.err) == (code, "", err)
 
 
+def test_escape_sequences_of_a_file_never_reach_the_terminal(
+    checkpoint: Path, target: Path, program: Program
+) -> None:
+    values = checkpoints.tensors(checkpoints.config())
+    values["\x1b]0;owned\x07"] = values["norm.weight"]
+    (checkpoint / "model.safetensors").write_bytes(checkpoints.safetensors_bytes(values))
+    done = program("tiny", "--target", "target.gguf", "--preset", "bf16", "-o", "x.gguf")
+    assert done.err == (
+        "error: 1 tensor is unknown: \\x1b]0;owned\\x07\n"
+        "hint: dropping them would change what the drafter computes\n"
+    )
+
+
 def test_traceback_appears_with_verbose_only(
     checkpoint: Path, target: Path, program: Program
 ) -> None:

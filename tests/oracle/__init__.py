@@ -1,1 +1,1 @@
-"""Comparison with things this project did not write: the authors' torch model and the unpatched pin."""
+"""Comparison with what others wrote: the authors' torch model and the unpatched pin."""

@@ -1,7 +1,8 @@
 """Greedy acceptance of the real pair by the authors' own loop, and the golden file that keeps it.
 
-``python -m tests.oracle.acceptance TARGET.gguf`` runs ``dflash_generate`` on every prompt (target: the GGUF
-dequantized to float32, drafter in float32) and writes tests/oracle/golden/acceptance.json; about ten minutes on two cores.
+``python -m tests.oracle.acceptance TARGET.gguf`` runs ``dflash_generate`` on every prompt (target:
+the GGUF dequantized to float32, drafter in float32) and writes tests/oracle/golden/acceptance.json;
+about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from unittest import mock
 
 import numpy as np
 
+from tests.oracle.builds import PIN, tokenized
 from tests.oracle.dequantized import torch_target
-from tests.oracle.builds import tokenized
 from tests.oracle.prompts import Prompt, load_prompts
 from tests.oracle.reference import load_draft
 
@@ -76,7 +77,7 @@ def mean_length(lengths: Sequence[Sequence[int]]) -> float:
 
 
 def interval(lengths: Sequence[Sequence[int]], level: float = 0.95) -> tuple[float, float]:
-    """Bootstrap confidence interval of mean_length; prompts are what varies, so prompts are drawn."""
+    """Bootstrap confidence interval of mean_length, drawing prompts."""
     rng = np.random.default_rng(0)
     picks = rng.integers(0, len(lengths), size=(4000, len(lengths)))
     sums = np.array([sum(row) for row in lengths])[picks].sum(axis=1)
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     """Write the golden file for the target given."""
     target = Path(argv[0])
     prompts = load_prompts(N_PROMPTS)
-    tokens = tokenized(target, prompts)
+    tokens = tokenized(PIN, target, prompts)
     results = []
     for result in run(target, prompts, tokens, N_PREDICT):
         results.append(result)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ class Build:
             raise RuntimeError(f"job {job['job']} died on {self.libraries}")
         return result
 
+    def run_parallel(
+        self, job: str, prompts: Sequence[list[int]], **arguments: Any
+    ) -> dict[str, np.ndarray]:
+        """A job over prompts, split between as many processes as there are CPUs."""
+        parts = [list(part) for part in np.array_split(np.arange(len(prompts)), _cpus())]
+        jobs = [{"job": job, "prompts": [prompts[i] for i in part], **arguments} for part in parts]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            results = list(pool.map(lambda one: self.run_one(**one), jobs))
+        for part, result in zip(parts, results, strict=True):
+            if "prompt" in result:  # which prompt a round belongs to
+                result["prompt"] += part[0]
+        return {name: np.concatenate([result[name] for result in results]) for name in results[0]}
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
 
 def _load(path: Path) -> dict[str, np.ndarray] | None:
     error = path.with_suffix(".error")
@@ -70,8 +88,8 @@ PIN = Build(ROOT / "build" / "llama.cpp" / "pristine" / "build" / "bin")
 OURS = Build(ROOT / "dflash2_gguf" / "lib")
 
 
-def tokenized(target: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of prompts in the target's chat template, by the pin's tokenizer."""
+def tokenized(build: Build, target: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of prompts in the target's chat template, by a build's tokenizer."""
     texts = chat_texts(target, prompts)
-    ids = PIN.run_one(job="tokenize", path=str(target), texts=texts)
+    ids = build.run_one(job="tokenize", path=str(target), texts=texts)
     return [ids[f"tokens-{number}"].tolist() for number in range(len(texts))]

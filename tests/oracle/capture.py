@@ -1,6 +1,7 @@
 """Values of graph nodes as they are computed, through the scheduler's eval callback.
 
-Nothing here knows how layer inputs are published: it reads the nodes that upstream's graphs name l_out-<layer>.
+Nothing here knows how layer inputs are published: it reads the nodes that upstream's graphs name
+l_out-<layer>.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Tensor(ctypes.Structure):
 
 @dataclass
 class Capture:
-    """Collects per micro-batch: token ids in the order of evaluation, and the output of every layer.
+    """Collects token ids, in the order of evaluation, and layer outputs per micro-batch.
 
     With distinct token ids in a batch, tokens says which captured row belongs to which batch row.
     """
@@ -68,7 +69,7 @@ class Capture:
         return len(self.tokens) == seen
 
     def rows(self, layer: int, batch_tokens: list[int]) -> np.ndarray:
-        """Output of layer in batch order, [n, H]; hyper-connection streams [n, hc, H] are averaged."""
+        """Output of layer in batch order, [n, H]; mean over hyper-connection streams."""
         parts = zip(self.outputs[layer], self.tokens, strict=True)
         rows = np.concatenate(
             [part.reshape(len(ids), -1, part.shape[-1]).mean(1) for part, ids in parts]
@@ -77,7 +78,7 @@ class Capture:
         return rows[[place[token] for token in batch_tokens]]
 
     def complete(self, layer: int) -> bool:
-        """Does layer's output hold every token of every micro-batch? The last layer's often does not."""
+        """Does layer's output hold every token? The last layer's often does not."""
         parts = self.outputs.get(layer, [])
         if not parts or len(parts) != len(self.tokens):
             return False
@@ -98,7 +99,7 @@ def _values(tensor: _Tensor, dtype: Any) -> np.ndarray:
     """Copy of a CPU tensor as a 4-dimensional array, slowest axis first."""
     shape = tuple(tensor.ne)[::-1]
     strides = tuple(tensor.nb)[::-1]
-    size = sum((n - 1) * s for n, s in zip(shape, strides)) + np.dtype(dtype).itemsize
+    size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
     memory = (ctypes.c_char * size).from_address(tensor.data)
     view = np.ndarray(shape, dtype=dtype, buffer=memory, strides=strides)
     return view.copy()

@@ -1,7 +1,7 @@
 """One libllama, driven through llama-cpp-python's ctypes layer.
 
-Which library that is, LLAMA_CPP_LIB_PATH decides before the import, so this module runs in processes of its
-own (see worker.py): one for the unpatched pin, one for ours, never both in one.
+Which library that is, LLAMA_CPP_LIB_PATH decides before the import, so this module runs in
+processes of its own (see worker.py): one for the unpatched pin, one for ours, never both in one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def context(loaded: Any, options: Options, eval_callback: Any = None) -> Iterato
 def evaluate(
     ctx: Any, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Evaluate rows of (token, position, sequence) in one batch; logits of the rows in outputs, [n, V]."""
+    """Evaluate rows of (token, position, sequence) in one batch; logits of outputs, [n, V]."""
     wanted = range(len(rows)) if outputs is None else outputs
     batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
     try:
@@ -137,7 +137,7 @@ def prefill(ctx: Any, tokens: Sequence[int], n_batch: int) -> np.ndarray:
 def greedy(
     ctx: Any, prompt: Sequence[int], n_predict: int, n_batch: int
 ) -> tuple[list[int], list[float]]:
-    """Plain greedy decoding, one token at a time: n_predict tokens and the top-2 margin of each in logits."""
+    """Plain greedy decoding: n_predict tokens and the top-2 margin of each in logits."""
     logits = prefill(ctx, prompt, n_batch)
     tokens: list[int] = []
     margins: list[float] = []
@@ -154,7 +154,7 @@ def greedy(
 def layer_inputs(
     ctx: Any, rows: Sequence[tuple[int, int, int]], layers: Sequence[int]
 ) -> dict[int, np.ndarray]:
-    """Evaluate rows in one llama_decode and return the published input of each layer, [n_rows, H]."""
+    """Published input of each layer, [n_rows, H], of rows evaluated in one llama_decode."""
     switch, read = getattr(llama_cpp.llama_cpp._lib, _SET_LAYER_INPUT), _reader()
     switch.argtypes, switch.restype = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool], None
     for layer in layers:

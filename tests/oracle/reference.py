@@ -13,7 +13,7 @@ __all__ = ["Lattice", "Reference", "load_draft", "walk"]
 
 @dataclass(frozen=True)
 class Lattice:
-    """One drafted block: n positions, K candidates each, all pairs scored (spec: head, candidates, selector)."""
+    """One drafted block: n positions, K candidates each, all pairs scored."""
 
     candidates: np.ndarray  # [n, K] token ids, unordered
     scores: np.ndarray  # [n, K, K], [t, a, b]: b of t after a of t - 1; all a equal for t = 0
@@ -50,7 +50,7 @@ class Reference:
         return extract_context_feature(output.hidden_states, self.draft.target_layer_ids)
 
     def lattice(self, tokens: list[int], anchor: int, n_draft: int) -> Lattice:
-        """Draft n_draft tokens after tokens + [anchor], where the target has evaluated tokens only."""
+        """Draft n_draft tokens after tokens + [anchor]; the target has evaluated tokens only."""
         return self.lattice_from(self.features(tokens), anchor, n_draft)
 
     def lattice_from(self, features: Any, anchor: int, n_draft: int) -> Lattice:

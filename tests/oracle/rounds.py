@@ -1,4 +1,4 @@
-"""Sessions of libdflash2 driven step by step, with every round written down. Runs in a worker process."""
+"""Sessions of libdflash2, step by step, with every round written down. Runs in a worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from dflash2_gguf.native import (
     failure,
 )
 
-__all__ = ["Record", "native_session", "record"]
+__all__ = ["Record", "arrays", "failures", "native_session", "record"]
 
 _GREEDY = 1  # enum dflash2_verifier
 
@@ -70,7 +71,7 @@ def native_session(target: Any, draft: Any, **options: int) -> Iterator[int]:
 def record(
     session: int, prompts: Sequence[Sequence[int]], n_predict: int, lattices: bool
 ) -> list[Record]:
-    """Generate n_predict tokens greedily for all prompts at once, one sequence each, whatever the tokens are."""
+    """Generate n_predict tokens greedily for all prompts at once, one sequence each."""
     library = api().dflash2
     params: SeqParams = library.dflash2_seq_default_params()
     params.verifier, params.n_predict, params.ignore_eos = _GREEDY, n_predict, True
@@ -88,6 +89,19 @@ def record(
     for number in range(len(prompts)):
         check(library.dflash2_session_seq_clear(session, number), "dflash2_session_seq_clear")
     return records
+
+
+def arrays(records: Sequence[Record]) -> dict[str, np.ndarray]:
+    """records as arrays: tokens [n_prompts, n_predict], and one entry per round of all the rest."""
+    result = {"tokens": np.array([record.tokens for record in records])}
+    result["prompt"] = np.repeat(range(len(records)), [len(record.before) for record in records])
+    for name in ("before", "drafted", "accepted"):
+        result[name] = np.array([n for record in records for n in getattr(record, name)], dtype=int)
+    lattices = chain.from_iterable(record.lattices for record in records)
+    for number, lattice in enumerate(lattices):
+        for name, value in zip(("path", "candidates", "scores"), lattice, strict=True):
+            result[f"{name}-{number}"] = value
+    return result
 
 
 def _note(session: int, result: StepResult, record: Record, lattices: bool) -> None:

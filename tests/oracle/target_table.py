@@ -1,7 +1,7 @@
 """Which targets can feed a drafter: upstream's tiny models, on the unpatched pin and on ours.
 
-``python -m tests.oracle.target_table MODELS_DIR`` writes docs/targets.md; MODELS_DIR holds the files of upstream's
-``test-llama-archs -o MODELS_DIR``.
+``python -m tests.oracle.target_table MODELS_DIR`` writes docs/targets.md; MODELS_DIR holds the
+files of upstream's ``test-llama-archs -o MODELS_DIR``.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ class Plan:
 
 # The first that the unpatched pin evaluates at all is used: some graphs cannot take every batch.
 PLANS = (
-    Plan("3 sequences, 4 micro-batches or more", (9, 14, 6), 8),
-    Plan("2 sequences, 4 micro-batches or more", (14, 14), 8),
-    Plan("2 sequences, 1 micro-batch", (9, 14), 64),
+    Plan("3 / 4", (9, 14, 6), 8),
+    Plan("2 / 4", (14, 14), 8),
+    Plan("2 / 1", (9, 14), 64),
 )
 
 
 @dataclass(frozen=True)
 class Target:
-    """One tiny model on both builds. "inner" are inputs of layers 1..n-1, "last" is the output of the last."""
+    """One tiny model on both builds.
+
+    inner: inputs of layers 1 to n - 1; last: output of the last layer.
+    """
 
     name: str
     n_layer: int
@@ -70,8 +73,10 @@ def collect(models: Sequence[Path], pin: Build, ours: Build) -> list[Target]:
     shapes = [found["n_layer"] for found in _all(pin, [_job("shape", path) for path in models])]
     layers = [int(n) for n in shapes]
     plans, captured = _captures(models, layers, pin)
-    asked = [_job("publishes", p, layers=[*range(1, n + 1)]) for p, n in zip(models, layers)]
-    answers = _all(ours, asked)
+    numbers = range(len(models))
+    answers = _all(
+        ours, [_job("publishes", models[i], layers=[*range(1, layers[i] + 1)]) for i in numbers]
+    )
     inner = [list(range(1, n)) for n in layers]
     last = [[n] for n in layers]
     pin_inner = _published(models, inner, plans, pin)
@@ -90,7 +95,7 @@ def collect(models: Sequence[Path], pin: Build, ours: Build) -> list[Target]:
             captured_error=_error(captured[i], our_inner[i]),
             reason=str(answers[i]["reasons"][0]),
         )
-        for i in range(len(models))
+        for i in numbers
     ]
 
 
@@ -100,7 +105,7 @@ def _job(name: str, path: Path, **arguments: Any) -> dict[str, Any]:
 
 def _all(build: Build, jobs: list[dict[str, Any]]) -> list[Arrays]:
     results = build.run(jobs)
-    died = [job["path"] for job, result in zip(jobs, results) if result is None]
+    died = [job["path"] for job, result in zip(jobs, results, strict=True) if result is None]
     if died:
         raise RuntimeError(f"{jobs[0]['job']} died on {died}")
     return [result for result in results if result is not None]
@@ -118,7 +123,7 @@ def _captures(
             _job("layers", models[i], captured=list(range(layers[i])), **plan.options())
             for i in left
         ]
-        for i, result in zip(left, pin.run(jobs)):
+        for i, result in zip(left, pin.run(jobs), strict=True):
             if result is not None:
                 plans[i], captured[i] = plan, result
     numbers = range(len(models))
@@ -130,7 +135,7 @@ def _published(
 ) -> list[Arrays | None]:
     jobs = [
         _job("layers", path, layers=wanted, **plan.options())
-        for path, wanted, plan in zip(models, layers, plans)
+        for path, wanted, plan in zip(models, layers, plans, strict=True)
     ]
     return build.run(jobs)
 
@@ -164,17 +169,19 @@ def render(targets: Sequence[Target]) -> str:
 
 _HEAD = """# Targets
 
-What upstream's tiny random models ({total}, one or two per architecture) publish for a DFlash drafter: the input of
-every inner layer, and the output of the last one. Written by `python -m tests.oracle.target_table`; a test runs the same
-comparison and fails when this file is not what it finds.
+What upstream's tiny random models ({total}, one or two per architecture) publish for a DFlash
+drafter: the input of every inner layer, and the output of the last one. A test runs the comparison
+and fails when this file is not what it finds; `python -m tests.oracle.target_table` writes it.
 
-- unpatched pin: {pin} of {total} publish inner layers, the others abort; here: {ours} of {total}, and the others are refused by name.
+- Unpatched pin: {pin} of {total} publish inner layers, the others abort. Here: {ours} of {total},
+  and the others are refused by name.
 - "same": values equal the unpatched pin's bit for bit, where it publishes any.
-- "captured": largest relative difference to the outputs that an eval callback captured from nodes named `l_out` in the unpatched
-  pin ({captured} models; mean over the streams of hyper-connections). 0 is bit-equal.
-- batch: what was evaluated; some graphs of the pin cannot take every batch.
+- "captured": largest relative difference to the layer outputs that an eval callback saw in the
+  unpatched pin, at nodes named `l_out` ({captured} models; mean over the streams of
+  hyper-connections). 0 is bit-equal.
+- "batch": sequences and micro-batches evaluated; some graphs of the pin cannot take every batch.
 
-| target | layers | pin: inner | pin: last | here: inner | here: last | same | captured | batch | refused because |
+| target | layers | pin: inner | last | here: inner | last | same | captured | batch | refused |
 |---|---|---|---|---|---|---|---|---|---|
 """
 

@@ -1,7 +1,8 @@
-"""Candidate sets, scores and greedy paths of libdflash2 against the authors' torch model, in float32.
+"""Candidate sets, scores and greedy paths of libdflash2 against the authors' torch model, in
+float32.
 
-Every round of a generation is compared, so the context grows, past the window, by injected rows. The target's
-tokens come from libdflash2; the reference evaluates them again from scratch.
+Every round of a generation is compared, so the context grows, past the window, by injected rows.
+The target's tokens come from libdflash2; the reference evaluates them again from scratch.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _common(mine: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def _compare_path(played: Round, expected: Lattice, slack: np.ndarray) -> None:
     chosen = walk(expected.scores)
-    for t, index in enumerate(chosen):
+    for t in range(len(chosen)):
         if played.path[t] == expected.path[t]:
             continue
         row = np.sort(expected.scores[t][chosen[t - 1] if t else 0])

@@ -1,7 +1,7 @@
 """Random pairs of a tiny target and a tiny DFlash 2 drafter, as files.
 
-The target is a transformers module with the same weights as the GGUF written next to it; the drafter is
-a checkpoint directory in the published layout (config.json, model.safetensors), float32.
+The target is a transformers module with the same weights as the GGUF written next to it; the
+drafter is a checkpoint directory in the published layout (config.json, model.safetensors), float32.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DraftShape:
 
 
 def write_target(path: Path, shape: TargetShape) -> Any:
-    """Write the target's GGUF (float32) to path and return the torch module with the same weights."""
+    """Write the target's GGUF (float32) to path; the torch module with the same weights."""
     module = _torch_target(shape)
     weights = {name: value.numpy() for name, value in module.state_dict().items()}
     writer = gguf.GGUFWriter(path, shape.arch)
@@ -174,7 +174,7 @@ def _target_tensors(weights: dict[str, Any], shape: TargetShape) -> Any:
 
 
 def interleave_rope_rows(value: np.ndarray, n_head: int) -> np.ndarray:
-    """HF's half-split rope rows [n_head * hd, n] in llama's pairwise order (conversion/llama.py:permute)."""
+    """HF's half-split rope rows [n_head * hd, n] in llama's order (conversion/llama.py:permute)."""
     halves = value.reshape(n_head, 2, value.shape[0] // n_head // 2, *value.shape[1:])
     return halves.swapaxes(1, 2).reshape(value.shape)
 

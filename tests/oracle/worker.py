@@ -1,8 +1,8 @@
-"""Runs jobs on one libllama in a process of its own: ``python -m tests.oracle.worker JOBS.json OUT``.
+"""Runs jobs on one libllama in a process of its own.
 
-JOBS.json is a list of objects with "job" and its arguments. Each job runs in a fork, because the pin aborts
-where this project reports an error; the result of job i is OUT/i.npz. A job that
-raised leaves OUT/i.error, one that was aborted leaves nothing.
+``python -m tests.oracle.worker JOBS.json OUT``: JOBS.json is a list of objects with "job" and its
+arguments. Each job runs in a fork, because the pin aborts where this project reports an error; the
+result of job i is OUT/i.npz. A job that raised leaves OUT/i.error, one that aborted leaves nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def job_greedy(path: str, prompts: list[list[int]], n_predict: int, **options: int) -> Arrays:
-    """Plain greedy continuation of each prompt: tokens and top-2 margins, [n_prompts, n_predict]."""
+    """Plain greedy answers: tokens and top-2 margins, [n_prompts, n_predict]."""
     chosen = libllama.Options(**options)
     with libllama.model(path) as model, libllama.context(model, chosen) as ctx:
         pairs = [libllama.greedy(ctx, prompt, n_predict, chosen.n_batch) for prompt in prompts]
@@ -39,7 +39,7 @@ def job_greedy(path: str, prompts: list[list[int]], n_predict: int, **options: i
 
 
 def job_noise(path: str, texts: list[list[int]], width: int, **options: int) -> Arrays:
-    """Largest |logit difference| between width-1 and width-n evaluation of the last rows of each text."""
+    """Largest |logit difference| of the last rows of each text, evaluated one and n at a time."""
     chosen = libllama.Options(**options)
     differences = []
     with libllama.model(path) as model, libllama.context(model, chosen) as ctx:
@@ -65,7 +65,7 @@ def job_layers(
     captured: Sequence[int] = (),
     **options: int,
 ) -> Arrays:
-    """Published inputs of layers as "input-<layer>", captured outputs of layers as "output-<layer>".
+    """Published inputs of layers, "input-<layer>", and captured outputs, "output-<layer>".
 
     rows are (token, position, sequence); with captured, tokens must be distinct.
     """
@@ -104,8 +104,8 @@ def job_session(
 ) -> Arrays:
     """Greedy generation by libdflash2, n_seq_max prompts at a time; what happened in every round.
 
-    tokens [n_prompts, n_predict]; per round: prompt, before, drafted, accepted, and with lattices its
-    "path-<round>", "candidates-<round>" and "scores-<round>".
+    tokens [n_prompts, n_predict]; per round: prompt, before, drafted, accepted, and with
+    lattices its "path-<round>", "candidates-<round>" and "scores-<round>".
     """
     from tests.oracle import rounds
 
@@ -119,19 +119,7 @@ def job_session(
             group = prompts[start : start + together]
             records += rounds.record(session, group, n_predict, lattices)
         failures = rounds.failures(session)
-    return _rounds(records) | {"failures": np.array(failures)}
-
-
-def _rounds(records: Sequence[Any]) -> Arrays:
-    result = {"tokens": np.array([record.tokens for record in records])}
-    numbers = [[i] * len(record.before) for i, record in enumerate(records)]
-    result["prompt"] = np.array(sum(numbers, []), dtype=int)
-    for name in ("before", "drafted", "accepted"):
-        result[name] = np.array(sum((getattr(r, name) for r in records), []), dtype=int)
-    for number, lattice in enumerate(sum((r.lattices for r in records), [])):
-        for name, value in zip(("path", "candidates", "scores"), lattice, strict=True):
-            result[f"{name}-{number}"] = value
-    return result
+    return rounds.arrays(records) | {"failures": np.array(failures)}
 
 
 def job_publishes(path: str, layers: list[int]) -> Arrays:

@@ -21,7 +21,7 @@ _ADOPT = (
 )
 # no colours, no line editing sequences, and help texts of one width
 ENVIRONMENT = {**os.environ, "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "80"}
-_PATIENCE = 300.0
+_PATIENCE = 120.0
 
 
 class Terminal:

@@ -1,0 +1,103 @@
+"""Our files on the unpatched pin's server, and a file of the pin's converter here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash2_gguf.peer import PeerOptions, peer_server
+from tests.convert.hf_targets import write_hf_target
+from tests.oracle.builds import Build, tokenized
+from tests.oracle.prompts import load_prompts
+
+pytestmark = [pytest.mark.native, pytest.mark.peer, pytest.mark.slow]
+
+N_PREDICT, N_CTX = 64, 1024
+END_OF_TEXT = (0, 2)  # the server stops there, and so must not reach one within N_PREDICT
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer and its acceptance length (tokens per verification)."""
+
+    tokens: list[int]
+    length: float
+
+
+@pytest.fixture(scope="module")
+def prompts(target_gguf: Path, ours: Build) -> list[list[int]]:
+    """Six prompts whose plain answers go on for N_PREDICT tokens."""
+    every = tokenized(ours, target_gguf, load_prompts(12))
+    plain = ours.run_parallel(
+        "greedy", every, path=str(target_gguf), n_predict=N_PREDICT, n_ctx=N_CTX
+    )["tokens"]
+    ended = np.isin(plain, END_OF_TEXT).any(axis=1)
+    return [prompt for prompt, short in zip(every, ended, strict=True) if not short][:6]
+
+
+@pytest.fixture(scope="module")
+def our_answers(
+    target_gguf: Path, prompts: list[list[int]], ours: Build
+) -> Callable[[Path], list[Answer]]:
+    def answers(draft: Path) -> list[Answer]:
+        pair = {"path": str(target_gguf), "draft": str(draft), "n_threads": 1}
+        run = ours.run_parallel("session", prompts, n_predict=N_PREDICT, n_ctx=N_CTX, **pair)
+        rounds = np.bincount(run["prompt"], minlength=len(prompts))
+        lengths = (N_PREDICT - 1) / rounds
+        pairs = zip(run["tokens"], lengths, strict=True)
+        return [Answer(tokens.tolist(), float(length)) for tokens, length in pairs]
+
+    return answers
+
+
+@pytest.mark.parametrize("preset", ["bf16", "q8_0"])
+def test_our_file_drafts_in_the_unpatched_server_as_it_does_here(
+    preset: str,
+    target_gguf: Path,
+    drafter_gguf: Callable[[str], Path],
+    prompts: list[list[int]],
+    peer_bin: Callable[[str], Path],
+    our_answers: Callable[[Path], list[Answer]],
+) -> None:
+    draft = drafter_gguf(preset)
+    options = PeerOptions(
+        program=peer_bin("llama-server"),
+        target=target_gguf,
+        draft=draft,
+        draft_max=7,
+        n_ctx=N_CTX,
+    )
+    with peer_server(options) as server:
+        served = [server.run(prompt, N_PREDICT) for prompt in prompts]
+    mine = our_answers(draft)
+    assert [answer.tokens for answer in mine] == [list(run.tokens) for run in served]
+    assert [answer.length for answer in mine] == [run.acceptance_length for run in served]
+    assert min(answer.length for answer in mine) > 1
+
+
+def test_a_file_of_the_pin_s_converter_gives_the_same_answers_here(
+    target_gguf: Path,
+    drafter_dir: Path,
+    drafter_gguf: Callable[[str], Path],
+    peer_dir: Path,
+    our_answers: Callable[[Path], list[Answer]],
+    tmp_path: Path,
+) -> None:
+    theirs = tmp_path / "upstream.gguf"
+    script = peer_dir.parents[1] / "convert_hf_to_gguf.py"
+    target = write_hf_target(tmp_path / "target", target_gguf)
+    options = ["--target-model-dir", str(target), "--outtype", "bf16", "--outfile", str(theirs)]
+    subprocess.run(
+        [sys.executable, str(script), str(drafter_dir), *options],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        check=True,
+    )
+    assert our_answers(theirs) == our_answers(drafter_gguf("bf16"))
