@@ -91,6 +91,7 @@ def _systems(options: argparse.Namespace) -> Iterator[tuple[dict[str, System], S
         plain = stack.enter_context(Session(options.target, **opening))
         drafted = stack.enter_context(Session(options.target, options.draft, **opening))
         systems: dict[str, System] = {"ours plain": partial(run_session, plain, draft=False)}
+        systems["ours auto"] = partial(run_session, drafted, draft=True)
         for width in options.widths:
             systems[f"ours {width}"] = partial(run_session, drafted, draft=width)
         for width in (0, *options.widths):
@@ -128,7 +129,7 @@ def _questions(path: Path | None) -> list[str]:
 
 
 def _report(results: Results, widths: Sequence[int]) -> dict[str, Any]:
-    pairs = [("ours plain", "pin plain")]
+    pairs = [("ours plain", "pin plain"), ("ours auto", "ours plain")]
     for width in widths:
         pairs += [
             (f"ours {width}", "ours plain"),

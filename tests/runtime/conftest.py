@@ -18,8 +18,11 @@ def drafter(drafter_gguf: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def open_session(target_gguf: Path, drafter: Path) -> Iterator[Session]:
-    """The real pair with a small context, on one thread: tests share their machine."""
-    with Session(target_gguf, drafter, n_ctx=1024, n_threads=1) as session:
+    """The real pair with a small context, on one thread: tests share their machine.
+
+    The width is fixed, because an automatic one depends on the clock.
+    """
+    with Session(target_gguf, drafter, n_ctx=1024, n_threads=1, draft_max=7) as session:
         yield session
 
 

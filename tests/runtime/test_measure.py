@@ -44,6 +44,7 @@ def test_spread_is_median_smallest_and_largest() -> None:
 def _results() -> dict[str, list[list[Run]]]:
     return {
         "ours plain": [[_run(11, 2.0), _run(11, 2.0)], [_run(11, 1.0), _run(11, 1.0)]],
+        "ours auto": [[_run(11, 1.0), _run(11, 1.0)], [_run(11, 1.0), _run(11, 1.0)]],
         "ours 7": [[_run(11, 1.0, 2.5), _run(11, 1.0, 2.5)], [_run(11, 2.0, 5.0)] * 2],
         "pin plain": [[_run(10, 2.0)] * 2, [_run(11, 2.0)] * 2],
         "pin 7": [[_run(11, 4.0, 2.0)] * 2, [_run(11, 4.0, 2.0, first=5)] * 2],
@@ -58,6 +59,7 @@ def test_the_report_names_every_ratio_and_difference() -> None:
     report = bench_peer._report(_results(), [7])
     assert list(report["ratios"]) == [
         "ours plain / pin plain",
+        "ours auto / ours plain",
         "ours 7 / ours plain",
         "ours 7 / pin 7",
         "pin 7 / pin plain",

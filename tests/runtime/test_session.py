@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,57 @@ def test_sampled_tokens_do_not_depend_on_the_drafter(session: Session) -> None:
     session.reset()
     drafted = _answer(session.chat([QUESTION], max_tokens=32, sampling=sampling))
     assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("extra", [{}, {"repeat_penalty": 1.2}, {"grammar": 'root ::= [a-z ]+'}])
+def test_coupled_tokens_are_the_same_for_every_width(
+    session: Session, temperature: float, extra: dict[str, Any]
+) -> None:
+    sampling = SamplingParams(
+        temperature=temperature, top_k=0, min_p=0.0, seed=11, verifier="coupled", **extra
+    )
+    prompt = session.chat_tokens([QUESTION])
+    found = set()
+    for draft in (False, 1, 3, 7):
+        session.reset()
+        answer = _answer(session.generate(prompt, max_tokens=24, sampling=sampling, draft=draft))
+        found.add(answer.tokens)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("verifier", ["match", "coupled", "reject", "block"])
+def test_every_verifier_accepts_drafts_and_keeps_to_the_grammar(
+    session: Session, verifier: str
+) -> None:
+    sampling = SamplingParams(
+        temperature=1.0, seed=3, verifier=verifier, grammar='root ::= "yes" | "no"'
+    )
+    answer = _answer(session.chat([QUESTION], max_tokens=16, sampling=sampling))
+    assert answer.text in ("yes", "no")
+    assert answer.finish_reason == "stop"
+    free = SamplingParams(temperature=1.0, top_k=0, min_p=0.0, seed=3, verifier=verifier)
+    answer = _answer(session.chat([QUESTION], max_tokens=64, sampling=free))
+    assert answer.stats is not None
+    assert answer.stats.n_accepted > 0
+
+
+def test_a_grammar_that_does_not_parse_is_refused(session: Session) -> None:
+    with pytest.raises(UsageError, match="the grammar does not parse"):
+        _answer(session.chat([QUESTION], sampling=SamplingParams(grammar="root ::= (")))
+
+
+def test_automatic_width_counts_its_decisions_and_gives_the_same_tokens(
+    target_gguf: Path, drafter: Path, session: Session
+) -> None:
+    expected = _answer(session.chat([QUESTION], max_tokens=48, sampling=GREEDY))
+    with Session(target_gguf, drafter, n_ctx=1024, n_threads=1) as automatic:
+        answer = _answer(automatic.chat([QUESTION], max_tokens=48, sampling=GREEDY))
+    assert answer.tokens == expected.tokens
+    assert answer.stats is not None
+    assert sum(answer.stats.width_reasons.values()) == answer.stats.n_steps
+    assert answer.stats.width_reasons["explores"] > 0
+    assert sum(answer.stats.verified_width) == answer.stats.n_steps
 
 
 def test_statistics_add_up_with_what_was_streamed(session: Session) -> None:
@@ -123,7 +175,7 @@ def test_a_reused_cache_gives_the_same_answer_as_an_empty_one(session: Session) 
 
 
 def test_the_context_may_fill_up_inside_a_block(target_gguf: Path, drafter: Path) -> None:
-    with Session(target_gguf, drafter, n_ctx=256, n_threads=1) as small:
+    with Session(target_gguf, drafter, n_ctx=256, n_threads=1, draft_max=7) as small:
         prompt = small.tokenize(", ".join(map(str, range(1, 55))))
         answer = _answer(small.generate(prompt, sampling=GREEDY))
         plain = _answer(small.generate(prompt, sampling=GREEDY, draft=False))
