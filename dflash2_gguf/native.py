@@ -47,7 +47,7 @@ _ARGUMENT, _PAIR, ABORTED = -1, -2, -6
 FINISH_REASONS = (None, "stop", "length", "context")
 
 _LIB_PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"
-_LEVEL_WARN, _LEVEL_ERROR, _LEVEL_DEBUG, _LEVEL_CONT = 2, 3, 4, 5  # enum ggml_log_level
+_LEVEL_DEBUG, _LEVEL_WARN, _LEVEL_ERROR, _LEVEL_CONT = 1, 3, 4, 5  # enum ggml_log_level
 
 
 class SessionParams(ctypes.Structure):
@@ -256,7 +256,7 @@ def failure(status: int, what: str) -> DFlash2Error:
     reason = api().dflash2.dflash2_last_error().decode("utf-8", errors="replace")
     message = reason or f"{what} failed with status {status}"
     if status == _PAIR:
-        return PairError(message, "convert the drafter that was trained for this target")
+        return PairError(message, "use another drafter, or decode plainly without one")
     return UsageError(message) if status == _ARGUMENT else NativeError(message)
 
 

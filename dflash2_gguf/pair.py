@@ -6,6 +6,7 @@ these layers) is asked of ``dflash2_check_pair`` afterwards.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,13 @@ __all__ = ["check_complete", "check_drafter", "check_headers", "check_target"]
 
 _CONVERT_HINT = "convert the drafter's checkpoint with `dflash2-convert`"
 _OTHER_HINT = "convert the drafter that was trained for this target"
+_BROKEN_HINT = "the file is broken; download or convert it again"
 _SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 # a drafter and a target converted by different tools may name unused tokens differently
 _MAX_RENAMED = 0.01
+
+_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 
 _SELECTOR_KEYS = (
     Key.Arch.BLOCK_SIZE,
@@ -54,6 +58,7 @@ def check_target(header: Header) -> None:
             "are target (-m) and drafter (-d) swapped?",
         )
     _vocabulary(header)
+    _require_sane_graph(header)
     _require_splits(header)
 
 
@@ -76,6 +81,7 @@ def check_drafter(header: Header) -> None:
             raise CheckpointError(f"{path} has no {arch_key(field)}", _CONVERT_HINT)
     if not _layers(header):
         raise CheckpointError(f"{path} has no {arch_key(Key.Arch.TARGET_LAYERS)}", _CONVERT_HINT)
+    _require_sane_graph(header)
     _require_mask_token(header)
 
 
@@ -108,6 +114,19 @@ def _layers(header: Header) -> tuple[int, ...]:
     return tuple(int(index) for index in ids)
 
 
+def _require_sane_graph(header: Header) -> None:
+    """Values on which llama.cpp ends the process (``llama-model.cpp``, ``ggml-cpu/ops.cpp``)."""
+    n_layer = header.arch(Key.Arch.BLOCK_COUNT, int)
+    if n_layer is None or not 1 <= n_layer <= _MAX_LAYERS:
+        key = arch_key(Key.Arch.BLOCK_COUNT, arch=header.architecture)
+        found = "no" if n_layer is None else f"{n_layer} as"
+        raise CheckpointError(f"{header.path} has {found} {key}", _BROKEN_HINT)
+    epsilon = header.arch(Key.Arch.RMS_EPS, float)
+    if epsilon is not None and not 0 <= epsilon < math.inf:
+        key = arch_key(Key.Arch.RMS_EPS, arch=header.architecture)
+        raise CheckpointError(f"{header.path} has {epsilon} as {key}", _BROKEN_HINT)
+
+
 def _require_mask_token(header: Header) -> None:
     mask, n_vocab = header.get(Key.MASK_TOKEN_ID, int), len(_vocabulary(header))
     if mask is None:
@@ -133,10 +152,7 @@ def _require_equal_width(target: Header, draft: Header) -> None:
 
 def _require_layers(target: Header, draft: Header) -> None:
     """GGUF stores "input of layer i", i = 1..n_layer, which is the output of layer i - 1."""
-    blocks = target.arch(Key.Arch.BLOCK_COUNT, int)
-    if not blocks:
-        key = arch_key(Key.Arch.BLOCK_COUNT, arch=target.architecture)
-        raise CheckpointError(f"{target.path} has no {key}", "is it a language model?")
+    blocks = target.arch(Key.Arch.BLOCK_COUNT, int) or 0
     n_layer = blocks - (target.arch(Key.Arch.NEXTN_LAYERS, int) or 0)
     for index in _layers(draft):
         if not 1 <= index <= n_layer:

@@ -31,7 +31,9 @@ def drafter_fields(**changes: Any) -> dict[str, Any]:
     """Metadata of a drafter for ``target_fields()``."""
     fields: dict[str, Any] = {
         Key.ARCHITECTURE: ARCHITECTURE,
+        arch_key(Key.Arch.BLOCK_COUNT): 1,
         arch_key(Key.Arch.EMBEDDING_LENGTH): 8,
+        arch_key(Key.Arch.RMS_EPS): 1e-5,
         arch_key(Key.Arch.BLOCK_SIZE): 8,
         arch_key(Key.Arch.SELECTOR_RANK): 4,
         arch_key(Key.Arch.SELECTOR_TOP_K): 2,
@@ -90,6 +92,8 @@ def _typed(value: Any) -> bytes:
         kind = ValueType.STRING if isinstance(value[0], str) else ValueType.INT32
         items = b"".join(_string(v) if kind == ValueType.STRING else _int(v) for v in value)
         return struct.pack("<IIQ", ValueType.ARRAY, kind, len(value)) + items
+    if isinstance(value, float):
+        return struct.pack("<If", ValueType.FLOAT32, value)
     return struct.pack("<I", ValueType.INT32) + _int(value)
 
 

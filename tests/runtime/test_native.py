@@ -133,18 +133,18 @@ def test_the_librarys_reason_becomes_the_message() -> None:
 
 def test_the_log_keeps_warnings_and_errors_only() -> None:
     log = Log()
-    log.write(1, b"info\n")
-    log.write(3, b"load failed: ")
+    log.write(2, b"info\n")
+    log.write(4, b"load failed: ")
     log.write(5, b"no such tensor\n")
-    log.write(4, b"debug\n")
-    log.write(2, b"\n")
+    log.write(1, b"debug\n")
+    log.write(3, b"\n")
     assert list(log.lines) == ["load failed:", "no such tensor"]
 
 
 def test_the_log_is_printed_only_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     log = Log()
-    log.write(1, b"quiet\n")
+    log.write(2, b"quiet\n")
     log.echo = True
-    log.write(1, b"loud\n")
-    log.write(4, b"debug\n")
+    log.write(2, b"loud\n")
+    log.write(1, b"debug\n")
     assert capsys.readouterr().err == "loud\n"

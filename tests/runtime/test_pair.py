@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ def test_a_matching_pair_passes(tmp_path: Path) -> None:
         (CheckpointError, {}, {"conv_group_size": None}, "has no dflash.conv_group_size"),
         (CheckpointError, {}, {"dflash_embedding_length": None}, "has no dflash.embedding_length"),
         (CheckpointError, {"block_count": None}, {}, "has no llama.block_count"),
+        (CheckpointError, {"block_count": 0}, {}, "has 0 as llama.block_count"),
+        (CheckpointError, {"block_count": 513}, {}, "has 513 as llama.block_count"),
+        (CheckpointError, {}, {"block_count": 100000}, "has 100000 as dflash.block_count"),
+        (CheckpointError, {}, {"rms_epsilon": math.nan}, "has nan as dflash.attention.layer_norm"),
+        (CheckpointError, {}, {"rms_epsilon": -1.0}, "has -1.0 as dflash.attention.layer_norm"),
         (CheckpointError, {"block_count": "four"}, {}, "block_count is str, expected int"),
         (CheckpointError, {"ggml_tokens": None}, {}, "has no vocabulary"),
         (CheckpointError, {"general_architecture": None}, {}, "has no general.architecture"),
