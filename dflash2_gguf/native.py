@@ -37,7 +37,7 @@ __all__ = [
     "failure",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_DRAFT = 32
 
 # enum dflash2_status

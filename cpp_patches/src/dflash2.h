@@ -31,7 +31,7 @@
 #endif
 
 // raised whenever a struct or a function of this header changes
-#define DFLASH2_ABI_VERSION 1
+#define DFLASH2_ABI_VERSION 2
 
 // positions counted one by one in the statistics; later ones are added to the last
 #define DFLASH2_MAX_DRAFT 32

@@ -75,7 +75,9 @@ def record(
     library = api().dflash2
     params: SeqParams = library.dflash2_seq_default_params()
     params.verifier, params.n_predict, params.ignore_eos = _GREEDY, n_predict, True
-    params.n_draft_max = library.dflash2_session_n_draft_max(session)  # an automatic width has a clock
+    params.n_draft_max = library.dflash2_session_n_draft_max(
+        session
+    )  # an automatic width has a clock
     for number, prompt in enumerate(prompts):
         ids = (ctypes.c_int32 * len(prompt))(*prompt)
         status = library.dflash2_session_seq_begin(

@@ -47,7 +47,7 @@ def test_sampled_tokens_do_not_depend_on_the_drafter(session: Session) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("extra", [{}, {"repeat_penalty": 1.2}, {"grammar": 'root ::= [a-z ]+'}])
+@pytest.mark.parametrize("extra", [{}, {"repeat_penalty": 1.2}, {"grammar": "root ::= [a-z ]+"}])
 def test_coupled_tokens_are_the_same_for_every_width(
     session: Session, temperature: float, extra: dict[str, Any]
 ) -> None:
