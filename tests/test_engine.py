@@ -1,4 +1,4 @@
-"""Programs in cpp_patches/tests that look inside libdflash2; each states its claim and prints its evidence."""
+"""Programs in cpp_patches/tests that look inside libdflash2; each prints its evidence."""
 
 from __future__ import annotations
 
