@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dflash2_gguf.gguf_schema import ValueType
 
-__all__ = ["SCALARS", "Scalar", "Value", "array", "boolean", "f32", "i32", "string", "u32"]
+__all__ = ["SCALARS", "Scalar", "Value", "array", "boolean", "f32", "string", "u32"]
 
 Scalar = int | float | bool | str
 
@@ -83,11 +83,6 @@ def _pack(kind: ValueType, value: Scalar) -> bytes:
 def u32(value: int) -> Value:
     """An unsigned 32-bit value."""
     return Value(type=ValueType.UINT32, raw=_pack(ValueType.UINT32, value))
-
-
-def i32(value: int) -> Value:
-    """A signed 32-bit value."""
-    return Value(type=ValueType.INT32, raw=_pack(ValueType.INT32, value))
 
 
 def f32(value: float) -> Value:

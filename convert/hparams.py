@@ -108,7 +108,8 @@ def read_hparams(data: dict[str, Any]) -> DraftHparams:
     n_layer = config.positive("num_hidden_layers")
     n_embd = config.positive("hidden_size")
     n_head = config.positive("num_attention_heads")
-    window, sliding = _sliding(config, n_layer)
+    types = _layer_types(config, n_layer)
+    window, sliding, warnings = _sliding(config, types)
     head_dim = config.optional_int("head_dim")
     n_target = config.optional_int("num_target_layers")
     return DraftHparams(
@@ -123,7 +124,7 @@ def read_hparams(data: dict[str, Any]) -> DraftHparams:
         context_length=config.positive("max_position_embeddings"),
         rms_eps=config.number("rms_norm_eps"),
         rope=read_rope(config, n_embd // n_head if head_dim is None else head_dim),
-        causal=_causal(config, sliding),
+        causal=_causal(config, types),
         sliding_window=window,
         sliding_layers=sliding,
         block_size=config.draft_int("block_size", _DEFAULT_BLOCK_SIZE),
@@ -140,7 +141,7 @@ def read_hparams(data: dict[str, Any]) -> DraftHparams:
         value_scale=config.draft_float("attention_value_scale"),
         tie_embeddings=config.flag("tie_word_embeddings", False),
         licence=config.optional_str("license"),
-        warnings=unknown_top_level(data),
+        warnings=(*unknown_top_level(data), *warnings),
     )
 
 
@@ -173,18 +174,25 @@ def _target_layer_ids(config: Config, n_target: int | None, n_layer: int) -> tup
     return tuple(value)
 
 
-def _sliding(config: Config, n_layer: int) -> tuple[int | None, tuple[bool, ...]]:
-    """Window and per-layer flags by the reference's rule; (None, all False) for full attention."""
+def _sliding(
+    config: Config, types: tuple[str, ...]
+) -> tuple[int | None, tuple[bool, ...], tuple[str, ...]]:
+    """Window, per-layer flags and warnings by the reference's rule; None is full attention."""
+    full = (False,) * len(types)
     if config.draft_flag("use_swa", False):
-        return config.draft_int("swa_window_size"), (True,) * n_layer
-    types = _layer_types(config, n_layer)
-    if not config.flag("use_sliding_window", False):
-        return None, (False,) * n_layer
-    window = config.optional_int("sliding_window")
+        return config.draft_int("swa_window_size"), (True,) * len(types), ()
     sliding = tuple(kind == "sliding_attention" for kind in types)
-    if window is None or not any(sliding):
-        return None, (False,) * n_layer
-    return window, sliding
+    if not any(sliding):
+        return None, full, ()
+    if not config.flag("use_sliding_window", False):
+        warning = "config.json: layer_types has sliding layers, but use_sliding_window is off"
+        return None, full, (f"{warning}: full attention, as in the reference",)
+    window = config.optional_int("sliding_window")
+    if window is None:
+        raise CheckpointError(
+            "config.json: layer_types has sliding layers, but there is no sliding_window"
+        )
+    return window, sliding, ()
 
 
 def _layer_types(config: Config, n_layer: int) -> tuple[str, ...]:
@@ -206,19 +214,19 @@ def _layer_types(config: Config, n_layer: int) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _causal(config: Config, sliding: tuple[bool, ...]) -> bool:
+def _causal(config: Config, types: tuple[str, ...]) -> bool:
     """is_causal, else dflash_config.causal, else the legacy rule: sliding layers are causal."""
     for value in (config.top("is_causal"), config.nested("causal")):
         if value is not None:
             if not isinstance(value, bool):
                 raise CheckpointError(f"config.json: is_causal is {value!r}, not true or false")
             return value
-    if len(set(sliding)) > 1:
+    if len(set(types)) > 1:
         raise CheckpointError(
             "config.json has no is_causal and mixes full and sliding layers",
             "causality per layer cannot be expressed in a GGUF file",
         )
-    return sliding[0]
+    return types[0] == "sliding_attention"
 
 
 def _check_heads(h: DraftHparams) -> None:

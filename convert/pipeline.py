@@ -232,7 +232,11 @@ def _transfer(
             values = rope_halves(values, tensor.rope_dim)
         for output, writer in writers:
             kind = output.choices[tensor.spec.name].type
-            writer.write_rows(tensor.spec.name, row, encode_rows(values, kind, name))
+            if kind.name == tensor.source.dtype and not tensor.rope_dim:
+                data = np.frombuffer(piece, dtype=np.uint8)
+            else:
+                data = encode_rows(values, kind, name)
+            writer.write_rows(tensor.spec.name, row, data)
         row += len(values)
         progress(len(piece))
     if not any_value:

@@ -175,20 +175,22 @@ def _prepare() -> None:
 
 
 def build_peer(targets: tuple[str, ...] = PEER_TARGETS) -> Path:
-    """Build the unpatched pin's programs; the folder that holds them."""
-    pin = read_pin()
+    """Build the unpatched pin's programs unless they are there; the folder that holds them."""
+    tree = trees.PRISTINE
+    programs, stamp = tree / "build" / "bin", tree / "build" / "dflash2-stamp"
     with _lock():
-        tree = trees.PRISTINE
-        trees.apply(tree, pin, {})
-        if trees.is_dirty(tree) or trees.export(tree):
-            raise PatchError(f"{tree} is not the unpatched pin", "move it away; it is made anew")
+        trees.apply(tree, read_pin(), {})
         flags = [
             *_base_flags(),
             *(f"-DLLAMA_BUILD_{part}=ON" for part in ("TESTS", "EXAMPLES", "TOOLS", "SERVER")),
             *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("APP", "UI")),
         ]
-        _compile(tree, "build", flags, list(targets))
-    return tree / "build" / "bin"
+        made_of = "\n".join([trees.state_id(tree), _cpu_id(), *flags, *_user_flags(), *targets])
+        is_there = all((programs / name).is_file() for name in targets)
+        if not is_there or not stamp.is_file() or stamp.read_text(encoding="utf-8") != made_of:
+            _compile(tree, "build", flags, list(targets))
+            stamp.write_text(made_of, encoding="utf-8")
+    return programs
 
 
 def _base_flags() -> list[str]:

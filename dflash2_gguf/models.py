@@ -7,6 +7,7 @@ tell; the target's weights, which may be hundreds of GB, come last.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _load(path: Path, *, no_alloc: bool = False, on_progress: Progress | None = 
     watch = _Watch(on_progress)
     params.progress_callback = llama.llama_progress_callback(watch)
     log.lines.clear()
-    handle = llama.llama_model_load_from_file(str(path).encode(), params)
+    handle = llama.llama_model_load_from_file(os.fsencode(path), params)
     if watch.raised is not None:
         if handle:
             llama.llama_model_free(handle)

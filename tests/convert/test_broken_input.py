@@ -481,6 +481,12 @@ def test_mask_embedding_is_refused(checkpoint: Path, target: Path) -> None:
             None,
         ),
         (
+            {"sliding_window": None},
+            "config.json: layer_types has sliding layers, but there is no sliding_window",
+            None,
+        ),
+        ({"layer_types": ...}, "config.json has no max_window_layers", None),
+        (
             {"num_key_value_heads": 3},
             "config.json: 4 attention heads cannot share 3 key-value heads",
             None,

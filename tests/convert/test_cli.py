@@ -295,6 +295,19 @@ def test_unknown_top_level_key_is_a_warning(tmp_path: Path, target: Path, progra
     assert done.code == 0
 
 
+def test_sliding_layers_without_a_window_are_a_warning(
+    tmp_path: Path, target: Path, program: Program
+) -> None:
+    data = checkpoints.config(use_sliding_window=False)
+    checkpoints.write_checkpoint(tmp_path / "c", data=data)
+    done = program("c", "--target", "target.gguf", "--preset", "bf16", "-o", "x.gguf")
+    assert done.err == (
+        "warning: config.json: layer_types has sliding layers, but use_sliding_window is off: "
+        "full attention, as in the reference\n"
+    )
+    assert json.loads(program("inspect", "x.gguf", "--json").out)["sliding_window"] is None
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "gguf"])
 def test_inspection_is_golden(checkpoint: Path, target: Path, program: Program, kind: str) -> None:
     program("tiny", "--target", "target.gguf", "--preset", "bf16", "-o", "x.gguf")

@@ -13,7 +13,7 @@ import pytest
 from tests.convert import checkpoints
 
 # allowed above a conversion of a checkpoint of some kilobytes: buffers of rows, floats, temporaries
-ALLOWED_BYTES = 96 << 20
+ALLOWED_BYTES = 64 << 20
 
 _MEASURED = """
 import resource, sys

@@ -1,12 +1,10 @@
 """Which targets can feed a drafter: upstream's tiny models, on the unpatched pin and on ours.
 
-``python -m tests.oracle.target_table MODELS_DIR`` writes docs/targets.md; MODELS_DIR holds the
-files of upstream's ``test-llama-archs -o MODELS_DIR``.
+``python -m tests.oracle.target_table`` writes docs/targets.md; it needs both builds.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.oracle.builds import OURS, PIN, ROOT, Build
+from tests.provisions import tiny_models
 
 __all__ = ["TABLE", "Target", "collect", "render"]
 
@@ -208,12 +207,12 @@ def _word(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Write docs/targets.md."""
-    models = sorted(Path(argv[0]).glob("*.gguf"))
+    models = sorted(tiny_models(PIN.libraries / "test-llama-archs").glob("*.gguf"))
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(render(collect(models, PIN, OURS)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -85,6 +85,7 @@ class TinyRun:
 
     plain: dict[str, np.ndarray]
     drafted: dict[str, np.ndarray]
+    together: dict[str, np.ndarray]  # the same, all prompts at once
     noise: float
 
 
@@ -108,17 +109,19 @@ def tiny_run(
     source = write_bigram_draft(
         folder / "draft", _shape(request.param, sizes), path, plain["tokens"].tolist()
     )
-    drafted = ours.run_one(
-        job="session",
-        path=str(path),
-        draft=str(convert(source, path, "f32", folder / "draft.gguf")),
-        prompts=prompts,
-        n_predict=96,
-        type_k=0,
-        type_v=0,
+    job = {
+        "job": "session",
+        "path": str(path),
+        "draft": str(convert(source, path, "f32", folder / "draft.gguf")),
+        "prompts": prompts,
+        "n_predict": 96,
+        "type_k": 0,
+        "type_v": 0,
         **FLOAT32,
-    )
-    return TinyRun(plain, drafted, noise(pin, path, texts, kv_type=0, **FLOAT32))
+    }
+    drafted = ours.run_one(**job)
+    together = ours.run_one(**{**job, "n_seq_max": 3, "n_ctx": 3 * FLOAT32["n_ctx"]})
+    return TinyRun(plain, drafted, together, noise(pin, path, texts, kv_type=0, **FLOAT32))
 
 
 def _shape(name: str, sizes: dict[str, int]) -> DraftShape:
@@ -142,6 +145,12 @@ def _shape(name: str, sizes: dict[str, int]) -> DraftShape:
 
 def test_tiny_target_gives_the_pin_s_plain_tokens(tiny_run: TinyRun) -> None:
     found = differences(tiny_run.plain, tiny_run.drafted["tokens"])
+    assert [d for d in found if d.margin > 2 * tiny_run.noise] == [], tiny_run.noise
+
+
+def test_sequences_together_give_the_pin_s_plain_tokens(tiny_run: TinyRun) -> None:
+    found = differences(tiny_run.plain, tiny_run.together["tokens"])
+    assert not tiny_run.together["failures"].any()
     assert [d for d in found if d.margin > 2 * tiny_run.noise] == [], tiny_run.noise
 
 

@@ -56,8 +56,8 @@ def test_a_conversation_in_a_terminal(session: Session, arguments: list[str]) ->
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(session: Session, arguments: list[str]) -> None:
-    (story,) = _answers(session, [STORY], 200)
-    with terminal([*arguments, "-n", "200"]) as screen:
+    (story,) = _answers(session, [STORY], 100)
+    with terminal([*arguments, "-n", "100"]) as screen:
         at = screen.wait_for("> ")
         screen.press(f"{STORY}\n")
         at = screen.wait_for(story[:20], after=at)
