@@ -58,7 +58,7 @@ def _greet(launch: Launch, session: Session, terminal: Terminal) -> None:
     if not terminal.is_interactive:
         return
     drafts = (
-        f"up to {session.draft_max} tokens drafted at once" if session.draft_max else "no drafter"
+        f"drafts up to {session.draft_max} tokens at once" if session.draft_max else "no drafter"
     )
     terminal.note(f"{launch.target.name}: {drafts}, context {session.n_ctx}; /help lists commands")
 
@@ -169,6 +169,8 @@ def _report(stats: Stats, memory: Memory) -> dict[str, str]:
         "acceptance length": f"{stats.acceptance_length:.2f} tokens per step",
         "drafted": f"{stats.n_drafted}, accepted {stats.n_accepted} ({stats.acceptance_rate:.0%})",
         "by position": positions or "nothing drafted",
+        "steps by width": " ".join(map(str, stats.verified_width)) or "nothing verified",
+        "width chosen": ", ".join(f"{count} {why}" for why, count in stats.width_reasons.items()),
         "speed": f"{stats.tokens_per_second:.1f} tokens/s",
         "time": f"draft {stats.draft_seconds:.2f} s, verify {stats.verify_seconds:.2f} s, "
         f"inject {stats.inject_seconds:.2f} s, sample {stats.sample_seconds:.2f} s, "

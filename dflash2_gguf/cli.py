@@ -77,6 +77,14 @@ _MinP = Annotated[
 _Seed = Annotated[
     int | None, typer.Option("--seed", metavar="S", min=0, help="Random seed. Default: drawn.")
 ]
+_Verifier = Annotated[
+    str,
+    typer.Option(
+        "--verifier",
+        metavar="NAME",
+        help="How drafts are accepted: auto, greedy, match, coupled, reject or block.",
+    ),
+]
 _Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Show llama.cpp's log, and tracebacks of errors.")
 ]
@@ -135,6 +143,7 @@ def _chat(
     top_p: _TopP = 0.95,
     min_p: _MinP = 0.05,
     seed: _Seed = None,
+    verifier: _Verifier = "auto",
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message.")
     ] = None,
@@ -159,7 +168,9 @@ def _chat(
         chat_template=chat_template,
         verbose=verbose,
     )
-    sampling = SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = SamplingParams(
+        temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, verifier=verifier
+    )
     settings = ChatSettings(system=system, max_tokens=max_tokens, sampling=sampling)
     return partial(chat, launch, settings, Terminal())
 
@@ -187,6 +198,7 @@ def _generate(
     top_p: _TopP = 0.95,
     min_p: _MinP = 0.05,
     seed: _Seed = None,
+    verifier: _Verifier = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print text, token ids and statistics as JSON.")
     ] = False,
@@ -210,7 +222,9 @@ def _generate(
         prompt=prompt,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
-        sampling=SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
+        sampling=SamplingParams(
+            temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, verifier=verifier
+        ),
         as_json=as_json,
     )
     return partial(generate, launch, request, Terminal())

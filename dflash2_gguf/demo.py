@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash2_gguf.errors import DFlash2Error
 from dflash2_gguf.launch import Launch, open_session
-from dflash2_gguf.measure import PROMPTS, Run, first_difference, run_session, spread
+from dflash2_gguf.measure import PROMPTS, Run, Spread, first_difference, run_session, spread
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
 
@@ -21,23 +22,23 @@ __all__ = ["main"]
 
 @dataclass(frozen=True)
 class _Answers:
-    """Runs of one question in both modes, in both orders."""
+    """Runs of one question: plain, with whole blocks, with as many drafted tokens as pay."""
 
     plain: tuple[Run, Run]
-    drafted: tuple[Run, Run]
+    block: tuple[Run, Run]
+    automatic: tuple[Run, Run]
 
-    @property
-    def ratio(self) -> float:
-        """Median speed with drafter over median speed without."""
-        with_drafter = spread([run.tokens_per_second for run in self.drafted]).median
+    def ratio(self, runs: Sequence[Run]) -> float:
+        """Median speed of ``runs`` over the median of plain decoding."""
         without = spread([run.tokens_per_second for run in self.plain]).median
-        return with_drafter / without if without else 0.0
+        return spread([run.tokens_per_second for run in runs]).median / without if without else 0.0
 
     @property
     def difference(self) -> int | None:
-        """First token at which any drafted run leaves the plain one."""
+        """First token at which any run leaves the plain one."""
         plain = self.plain[0].tokens
-        found = [first_difference(plain, run.tokens) for run in (*self.plain, *self.drafted)]
+        runs = (*self.plain, *self.block, *self.automatic)
+        found = [first_difference(plain, run.tokens) for run in runs]
         return min((at for at in found if at is not None), default=None)
 
 
@@ -81,14 +82,20 @@ def _demo(options: argparse.Namespace, terminal: Terminal) -> int:
 
 def _ask(question: str, plain: Session, drafted: Session, max_tokens: int) -> _Answers:
     prompt = plain.chat_tokens([{"role": "user", "content": question}])
-    first = run_session(plain, prompt, max_tokens, draft=False)
-    both = [run_session(drafted, prompt, max_tokens, draft=True) for _ in range(2)]
-    last = run_session(plain, prompt, max_tokens, draft=False)
-    return _Answers(plain=(first, last), drafted=(both[0], both[1]))
+    modes: dict[str, tuple[Session, bool | int]] = {
+        "plain": (plain, False),
+        "block": (drafted, drafted.draft_max),
+        "automatic": (drafted, True),
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in modes}
+    for name in (*modes, *reversed(modes)):  # both orders, so that a slow moment hits all alike
+        session, draft = modes[name]
+        runs[name].append(run_session(session, prompt, max_tokens, draft=draft))
+    return _Answers(**{name: (both[0], both[1]) for name, both in runs.items()})
 
 
 def _describe(question: str, answer: _Answers) -> str:
-    run = answer.drafted[0]
+    run = answer.block[0]
     lines = [f"question         {question}", f"answer           {_one_line(run.text)}"]
     if answer.difference is None:
         lines.append(f"without drafter  the same {len(run.tokens)} tokens")
@@ -96,22 +103,27 @@ def _describe(question: str, answer: _Answers) -> str:
         lines.append(f"without drafter  {_one_line(answer.plain[0].text)}")
         lines.append(f"                 DIFFERS from token {answer.difference} on")
     lines.append(
-        f"with drafter     {run.acceptance_length:.2f} tokens per step, "
-        f"{answer.ratio:.2f} times the speed"
+        f"whole blocks     {run.acceptance_length:.2f} tokens per step, "
+        f"{answer.ratio(answer.block):.2f} times the speed"
+    )
+    lines.append(
+        f"automatic        {answer.automatic[0].acceptance_length:.2f} tokens per step, "
+        f"{answer.ratio(answer.automatic):.2f} times the speed"
     )
     return "\n".join(lines) + "\n\n"
 
 
 def _summary(answers: list[_Answers], draft_max: int) -> str:
     equal = sum(answer.difference is None for answer in answers)
-    length = spread([answer.drafted[0].acceptance_length for answer in answers])
-    ratio = spread([answer.ratio for answer in answers])
+    length = spread([answer.block[0].acceptance_length for answer in answers])
+    block = spread([answer.ratio(answer.block) for answer in answers])
+    automatic = spread([answer.ratio(answer.automatic) for answer in answers])
     lines = [
         f"texts            {equal} of {len(answers)} equal",
-        f"drafted          up to {draft_max} tokens per step",
-        f"acceptance       {length.median:.2f} tokens per step (median)",
-        f"speed            {ratio.median:.2f} times plain decoding (median)",
-        f"                 {ratio.low:.2f} to {ratio.high:.2f}",
+        f"whole blocks     {draft_max} tokens drafted at once, {length.median:.2f} tokens per step",
+        f"                 {_speed(block)}",
+        "automatic        as many as pay on this machine",
+        f"                 {_speed(automatic)}",
     ]
     if equal < len(answers):
         lines.append(
@@ -119,6 +131,13 @@ def _summary(answers: list[_Answers], draft_max: int) -> str:
             "candidates that are almost equal."
         )
     return "\n".join(lines) + "\n"
+
+
+def _speed(ratio: Spread) -> str:
+    return (
+        f"{ratio.median:.2f} times the speed of plain decoding "
+        f"(median; {ratio.low:.2f} to {ratio.high:.2f})"
+    )
 
 
 def _one_line(text: str) -> str:

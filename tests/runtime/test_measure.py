@@ -80,12 +80,14 @@ def test_the_description_holds_every_figure() -> None:
 
 def test_the_demo_tells_equal_from_different_texts() -> None:
     plain, drafted = _run(11, 2.0), _run(11, 4.0, 2.0)
-    same = demo._Answers(plain=(plain, plain), drafted=(drafted, drafted))
+    both = (drafted, drafted)
+    same = demo._Answers(plain=(plain, plain), block=both, automatic=(plain, plain))
     assert same.difference is None
-    assert same.ratio == pytest.approx(0.5)
+    assert same.ratio(same.block) == pytest.approx(0.5)
     assert "the same 11 tokens" in demo._describe("?", same)
     assert "0.50 times the speed" in demo._describe("?", same)
-    other = demo._Answers(plain=(plain, plain), drafted=(drafted, _run(7, 4.0)))
+    assert "1.00 times the speed" in demo._describe("?", same)
+    other = demo._Answers(plain=(plain, plain), block=(drafted, _run(7, 4.0)), automatic=both)
     assert other.difference == 7
     assert "DIFFERS from token 7 on" in demo._describe("?", other)
     assert "1 of 2 equal" in demo._summary([same, other], 7)
