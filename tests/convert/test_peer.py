@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,28 +70,33 @@ def hf_target(tmp_path_factory: pytest.TempPathFactory, target_gguf: Path) -> Pa
     return write_hf_target(tmp_path_factory.mktemp("hf") / "target", target_gguf)
 
 
+def upstream_convert(peer_dir: Path, source: Path, target: Path, outtype: str, path: Path) -> Path:
+    """Run the pin's ``convert_hf_to_gguf.py``."""
+    script = peer_dir.parents[1] / "convert_hf_to_gguf.py"
+    options = ["--target-model-dir", target, "--outtype", outtype, "--outfile", path]
+    done = subprocess.run(
+        [sys.executable, str(script), str(source), *map(str, options)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return path
+
+
 @pytest.fixture(scope="module")
 def upstream_converted(
     tmp_path_factory: pytest.TempPathFactory, peer_dir: Path, drafter_dir: Path, hf_target: Path
 ) -> Callable[[str], Path]:
-    """The bundled drafter by the pin's ``convert_hf_to_gguf.py``."""
+    """The bundled drafter by the pin's converter."""
     folder = tmp_path_factory.mktemp("upstream")
-    script = peer_dir.parents[1] / "convert_hf_to_gguf.py"
 
     def convert(outtype: str) -> Path:
         path = folder / f"{outtype}.gguf"
         if path.exists():
             return path
-        options = ["--target-model-dir", hf_target, "--outtype", outtype, "--outfile", path]
-        done = subprocess.run(
-            [sys.executable, str(script), str(drafter_dir), *map(str, options)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return path
+        return upstream_convert(peer_dir, drafter_dir, hf_target, outtype, path)
 
     return convert
 
@@ -132,6 +139,47 @@ def test_metadata_equals_that_of_upstreams_converter(
         assert mine == theirs
         own = [key for key in mine if not key.startswith("tokenizer.")]
         assert own == [key for key in theirs if not key.startswith("tokenizer.")]
+
+
+@pytest.mark.peer
+@pytest.mark.reference
+def test_variant_equals_upstreams(
+    peer_dir: Path, drafter_dir: Path, hf_target: Path, tmp_path: Path
+) -> None:
+    """Interleaved rotation, an M-RoPE target, YaRN, partial windows and all three scales."""
+    source, target = tmp_path / "variant", tmp_path / "target"
+    source.mkdir()
+    (source / "model.safetensors").symlink_to(drafter_dir / "model.safetensors")
+    config = json.loads((drafter_dir / "config.json").read_text())
+    del config["rope_theta"]
+    config["rope_is_neox_style"] = False
+    config["layer_types"][1] = "full_attention"
+    config["rope_parameters"] = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 16.0,
+    }
+    scales = {"output_multiplier": 0.5, "final_logit_softcapping": 20.0}
+    config["dflash_config"] |= {**scales, "input_embedding_scale": 1.5}
+    (source / "config.json").write_text(json.dumps(config))
+    shutil.copytree(hf_target, target)
+    config = json.loads((target / "config.json").read_text())
+    config["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 1e5,
+        "mrope_section": [16, 8, 8],
+    }
+    (target / "config.json").write_text(json.dumps(config))
+
+    theirs = upstream_convert(peer_dir, source, target, "f32", tmp_path / "theirs.gguf")
+    mine = ours(source, target, ["f32"], tmp_path)["f32"]
+    assert differing(mine, theirs) == []
+    expected = {k: v for k, v in metadata(theirs).items() if k.startswith("dflash.")}
+    assert {k: v for k, v in metadata(mine).items() if k.startswith("dflash.")} == expected
+    assert expected["dflash.rope.dimension_sections"][1] == [32, 0, 0, 0]
+    assert expected["dflash.attention.sliding_window_pattern"][1] == [True, False, True]
 
 
 def wide_checkpoint(folder: Path) -> Path:
