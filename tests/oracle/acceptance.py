@@ -53,6 +53,10 @@ def run(
     target: Path, prompts: Sequence[Prompt], tokens: Sequence[list[int]], n_predict: int
 ) -> Iterator[Acceptance]:
     """dflash_generate, greedy, without stop tokens, on each prompt as tokenized."""
+    import torch
+
+    # eight rows at a time gain little from a second thread, which costs much on a busy machine
+    torch.set_num_threads(1)
     reference, draft = torch_target(target), load_draft(DRAFTER)
     for prompt, ids in zip(prompts, tokens, strict=True):
         yield _generate(reference, draft, prompt.name, ids, n_predict)

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.oracle.reference import Reference, load_draft, walk
+from tests.oracle.comparison import TOLERANCE, Round, compare
+from tests.oracle.reference import Lattice, Reference, load_draft, walk
 from tests.oracle.tiny_pairs import DraftShape, TargetShape, write_draft, write_target
 
 pytestmark = pytest.mark.reference
@@ -44,3 +45,26 @@ def test_only_the_window_of_the_context_matters(reference: Reference) -> None:
     assert np.abs(reference.lattice_from(features, 5, 7).scores - whole.scores).max() == 0
     features[:, 40 - 11] = 0
     assert np.abs(reference.lattice_from(features, 5, 7).scores - whole.scores).max() > 1e-4
+
+
+def _played(lattice: Lattice) -> Round:
+    return Round(
+        prompt=0,
+        context=[1, 2, 3],
+        anchor=4,
+        path=lattice.path.copy(),
+        candidates=lattice.candidates.copy(),
+        scores=lattice.scores.copy(),
+    )
+
+
+def test_comparison_sees_a_wrong_score_candidate_or_path(reference: Reference) -> None:
+    lattice = reference.lattice(list(range(20, 50)), 11, 7)
+    compare(_played(lattice), lattice)
+    score, candidate, path = (_played(lattice) for _ in range(3))
+    score.scores[3, 2, 1] += 2 * TOLERANCE * np.abs(lattice.scores[3]).max()
+    candidate.candidates[2, 0] = int(np.argmin(lattice.logits[2]))
+    path.path[6] = lattice.candidates[6, np.argmin(lattice.scores[6, walk(lattice.scores)[5]])]
+    for wrong in (score, candidate, path):
+        with pytest.raises(AssertionError):
+            compare(wrong, lattice)
