@@ -441,7 +441,7 @@ static int check_mistakes(const llama_model * model) {
         }
     };
 
-    // a width chosen from the drafted token itself, and one that looks at a token beyond it
+    // a width chosen from the drafted token itself
     const path_fn cut_by_own_token = [](dflash2_path & path, const dflash2_lattice &) {
         int32_t n = 0;
         while (n < (int32_t) path.tokens.size() && path.q[n].probability(path.tokens[n]) > 0.3f) {
@@ -449,15 +449,26 @@ static int check_mistakes(const llama_model * model) {
         }
         path.truncate(n);
     };
-    const path_fn cut_by_later_token = [](dflash2_path & path, const dflash2_lattice &) {
-        if (path.sure[1] < 0.6f) {
+    // how sure the drafter is at the second position depends on which token was drawn at the first
+    const path_fn cut_by_later_position = [](dflash2_path & path, const dflash2_lattice & l) {
+        double mean = 0.0;
+        for (int a = 0; a < K; ++a) {
+            const float * scores = l.row_scores(1, a);
+            const double  best   = *std::max_element(scores, scores + K);
+            double        sum    = 0.0;
+            for (int b = 0; b < K; ++b) {
+                sum += std::exp(scores[b] - best);
+            }
+            mean += 1.0 / sum / K;
+        }
+        if (path.sure[1] < mean) {
             path.truncate(0);
         }
     };
 
     const std::vector<std::pair<const char *, path_fn>> mistakes = {
         { "width from the token itself",     cut_by_own_token            },
-        { "width from a later position",     cut_by_later_token          },
+        { "width from a later position",     cut_by_later_position       },
         { "q of the wrong predecessor row",  row_of_wrong_predecessor    },
         { "best path claimed to be sampled", greedy_path_claimed_sampled },
         { "q understated",                   q_understated               },
