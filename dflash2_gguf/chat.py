@@ -161,6 +161,10 @@ def _interrupts_into(events: _Events) -> Iterator[_Events]:
         signal.signal(signal.SIGINT, before)
 
 
+def _reasons(stats: Stats) -> str:
+    return ", ".join(f"{count} {why}" for why, count in stats.width_reasons.items() if count)
+
+
 def _report(stats: Stats, memory: Memory) -> dict[str, str]:
     positions = " ".join(f"{share:.2f}" for share in stats.position_acceptance)
     return {
@@ -170,7 +174,7 @@ def _report(stats: Stats, memory: Memory) -> dict[str, str]:
         "drafted": f"{stats.n_drafted}, accepted {stats.n_accepted} ({stats.acceptance_rate:.0%})",
         "by position": positions or "nothing drafted",
         "steps by width": " ".join(map(str, stats.verified_width)) or "nothing verified",
-        "width chosen": ", ".join(f"{count} {why}" for why, count in stats.width_reasons.items()),
+        "width chosen": _reasons(stats) or "fixed",
         "speed": f"{stats.tokens_per_second:.1f} tokens/s",
         "time": f"draft {stats.draft_seconds:.2f} s, verify {stats.verify_seconds:.2f} s, "
         f"inject {stats.inject_seconds:.2f} s, sample {stats.sample_seconds:.2f} s, "

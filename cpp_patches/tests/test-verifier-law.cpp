@@ -67,6 +67,21 @@ struct world {
     }
 };
 
+// largest probability at position t, averaged over the tokens that may stand before it
+static double mean_confidence(const dflash2_lattice & l, int t) {
+    double mean = 0.0;
+    for (int a = 0; a < K; ++a) {
+        const float * scores = l.row_scores(t, a);
+        const double  best   = *std::max_element(scores, scores + K);
+        double        sum    = 0.0;
+        for (int b = 0; b < K; ++b) {
+            sum += std::exp(scores[b] - best);
+        }
+        mean += 1.0 / sum / K;
+    }
+    return mean;
+}
+
 using rule_ptr   = std::unique_ptr<dflash2_verifier_rule>;
 using counts_map = std::map<std::vector<llama_token>, double>;
 
@@ -347,22 +362,21 @@ static double p_value(const world &                                             
     return smallest;
 }
 
-// widths chosen as dflash2_width does it: position i by the confidence at i alone
+// Widths chosen as dflash2_width does it: whether a position is verified depends on the confidence there, which the
+// tokens before it decide.
 static int check_adaptive(const llama_model * model, const chain & c) {
+    const auto cut = [](dflash2_path & path, const dflash2_lattice & l) {
+        int32_t n = 1;
+        while (n < (int32_t) path.sure.size() && path.sure[n] >= mean_confidence(l, n)) {
+            ++n;
+        }
+        path.truncate(n);
+    };
     int failures = 0;
     for (const int verifier : { DFLASH2_VERIFIER_REJECT, DFLASH2_VERIFIER_BLOCK }) {
-        double       a = 0.0;
-        const double p = p_value(
-            make_world(model, c, verifier, 11), model,
-            [](dflash2_path & path, const dflash2_lattice &) {
-                int32_t n = 0;
-                while (n < (int32_t) path.sure.size() && path.sure[n] > 0.9f * path.sure[0]) {
-                    ++n;
-                }
-                path.truncate(n);
-            },
-            a);
-        const bool ok = p > 1e-6;
+        double       a  = 0.0;
+        const double p  = p_value(make_world(model, c, verifier, 11), model, cut, a);
+        const bool   ok = p > 1e-6;
         failures += !ok;
         printf("%-14s %-8s p = %.3g  accepted %.3f, width by confidence  %s\n", c.name,
                verifier == DFLASH2_VERIFIER_REJECT ? "reject" : "block", p, a, ok ? "ok" : "FAILED");
@@ -451,17 +465,7 @@ static int check_mistakes(const llama_model * model) {
     };
     // how sure the drafter is at the second position depends on which token was drawn at the first
     const path_fn cut_by_later_position = [](dflash2_path & path, const dflash2_lattice & l) {
-        double mean = 0.0;
-        for (int a = 0; a < K; ++a) {
-            const float * scores = l.row_scores(1, a);
-            const double  best   = *std::max_element(scores, scores + K);
-            double        sum    = 0.0;
-            for (int b = 0; b < K; ++b) {
-                sum += std::exp(scores[b] - best);
-            }
-            mean += 1.0 / sum / K;
-        }
-        if (path.sure[1] < mean) {
+        if (path.sure[1] < mean_confidence(l, 1)) {
             path.truncate(0);
         }
     };
