@@ -19,9 +19,12 @@ __all__ = [
     "Options",
     "context",
     "evaluate",
+    "forget",
     "greedy",
     "layer_inputs",
     "model",
+    "prefill",
+    "rewind",
     "silence",
     "tokenize",
 ]
@@ -124,9 +127,22 @@ def tokenize(loaded: Any, text: str) -> np.ndarray:
     return np.array(ids[:count])
 
 
+def forget(ctx: Any) -> None:
+    """Empty the caches."""
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+
+
+def rewind(ctx: Any, length: int) -> bool:
+    """Cut sequence 0 back to length tokens; False when it holds fewer or its memory cannot be cut."""
+    memory = llama_cpp.llama_get_memory(ctx)
+    if llama_cpp.llama_memory_seq_pos_max(memory, 0) < length - 1:
+        return False
+    return bool(llama_cpp.llama_memory_seq_rm(memory, 0, length, -1))
+
+
 def prefill(ctx: Any, tokens: Sequence[int], n_batch: int) -> np.ndarray:
     """Forget everything, evaluate a prompt as sequence 0 and return the last row's logits [V]."""
-    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+    forget(ctx)
     for start in range(0, len(tokens), n_batch):
         chunk = tokens[start : start + n_batch]
         rows = [(token, start + i, 0) for i, token in enumerate(chunk)]

@@ -39,20 +39,26 @@ def job_greedy(path: str, prompts: list[list[int]], n_predict: int, **options: i
 
 
 def job_noise(path: str, texts: list[list[int]], width: int, **options: int) -> Arrays:
-    """Largest |logit difference| of the last rows of each text, evaluated one and n at a time."""
+    """Largest |logit difference| of the last rows of each text, singly against 2..n at a time.
+
+    differences [n_texts, n - 1]: of one text and one width.
+    """
     chosen = libllama.Options(**options)
+    widths = range(2, width + 1)
     differences = []
     with libllama.model(path) as model, libllama.context(model, chosen) as ctx:
         for text in texts:
-            narrow = _last_rows(ctx, text, width, 1, chosen.n_batch)
-            wide = _last_rows(ctx, text, width, width, chosen.n_batch)
-            differences.append(np.abs(narrow - wide).max(axis=1))
+            libllama.forget(ctx)
+            single = _last_rows(ctx, text, width, 1, chosen.n_batch)
+            rows = [_last_rows(ctx, text, width, n, chosen.n_batch) for n in widths]
+            differences.append([np.abs(single - wide).max() for wide in rows])
     return {"differences": np.array(differences)}
 
 
 def _last_rows(ctx: Any, text: list[int], n_rows: int, width: int, n_batch: int) -> np.ndarray:
     head = len(text) - n_rows
-    libllama.prefill(ctx, text[:head], n_batch)
+    if not libllama.rewind(ctx, head):
+        libllama.prefill(ctx, text[:head], n_batch)
     rows = [(token, head + i, 0) for i, token in enumerate(text[head:])]
     parts = [libllama.evaluate(ctx, rows[i : i + width]) for i in range(0, n_rows, width)]
     return np.concatenate(parts)
