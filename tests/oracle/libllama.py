@@ -133,7 +133,7 @@ def forget(ctx: Any) -> None:
 
 
 def rewind(ctx: Any, length: int) -> bool:
-    """Cut sequence 0 back to length tokens; False when it holds fewer or its memory cannot be cut."""
+    """Cut sequence 0 back to length tokens; False when that cannot be done."""
     memory = llama_cpp.llama_get_memory(ctx)
     if llama_cpp.llama_memory_seq_pos_max(memory, 0) < length - 1:
         return False
