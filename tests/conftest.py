@@ -44,6 +44,14 @@ def _has_reference() -> bool:
 _PRESENT = {"native": _has_native, "peer": _has_peer, "reference": _has_reference}
 
 
+def pytest_report_header() -> list[str]:
+    """Libraries of other sources make tests fail for no reason of theirs, so say it first."""
+    if "DFLASH2_LIB_DIR" in os.environ or not _has_native():
+        return []
+    is_current = any(native.is_current(native.Options(portable=kind)) for kind in (False, True))
+    return [] if is_current else ["native libraries are out of date: make build"]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {mark for mark, present in _PRESENT.items() if not present()}
     left_out: dict[str, int] = {}
