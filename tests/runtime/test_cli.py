@@ -110,7 +110,7 @@ def test_generate_prints_the_same_text_with_and_without_drafter(
 def test_generate_prints_json_with_text_tokens_and_stats(
     session: Session, target_gguf: Path, drafter: Path
 ) -> None:
-    arguments = [*_pair(target_gguf, drafter), "-p", PROMPT, "-n", "32"]
+    arguments = [*_pair(target_gguf, drafter), "-p", PROMPT, "-n", "32", "--draft-max", "7"]
     shown = json.loads(_run([*arguments, "--json"]).stdout)
     greedy = SamplingParams(temperature=0)
     answer = collect(list(session.generate(PROMPT, max_tokens=32, sampling=greedy)))
