@@ -33,13 +33,13 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def prompts(target_gguf: Path, ours: Build) -> list[list[int]]:
-    """Six prompts whose plain answers go on for N_PREDICT tokens."""
-    every = tokenized(ours, target_gguf, load_prompts(12))
+    """Four prompts whose plain answers go on for N_PREDICT tokens."""
+    every = tokenized(ours, target_gguf, load_prompts(8))
     plain = ours.run_parallel(
         "greedy", every, path=str(target_gguf), n_predict=N_PREDICT, n_ctx=N_CTX
     )["tokens"]
     ended = np.isin(plain, END_OF_TEXT).any(axis=1)
-    return [prompt for prompt, short in zip(every, ended, strict=True) if not short][:6]
+    return [prompt for prompt, short in zip(every, ended, strict=True) if not short][:4]
 
 
 @pytest.fixture(scope="module")

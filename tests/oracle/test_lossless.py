@@ -102,9 +102,9 @@ def tiny_run(
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, sizes["n_vocab"], size=n).tolist() for n in (1, 9, 40)]
     plain = pin.run_one(
-        job="greedy", path=str(path), prompts=prompts, n_predict=96, kv_type=0, **FLOAT32
+        job="greedy", path=str(path), prompts=prompts, n_predict=64, kv_type=0, **FLOAT32
     )
-    texts = [p + answer[:32].tolist() for p, answer in zip(prompts, plain["tokens"], strict=True)]
+    texts = [p + answer[:24].tolist() for p, answer in zip(prompts, plain["tokens"], strict=True)]
     source = write_bigram_draft(
         folder / "draft", _shape(request.param, sizes), path, plain["tokens"].tolist()
     )
@@ -113,7 +113,7 @@ def tiny_run(
         "path": str(path),
         "draft": str(convert(source, path, "f32", folder / "draft.gguf")),
         "prompts": prompts,
-        "n_predict": 96,
+        "n_predict": 64,
         "type_k": 0,
         "type_v": 0,
         **FLOAT32,
