@@ -96,8 +96,8 @@ struct dflash2_session_params {
     int32_t  n_draft_max;      // most drafted tokens per round; < 0 = block size - 1, 0 = no drafting
     int32_t  n_threads;        // <= 0 = all usable CPUs
     int32_t  n_threads_batch;  // <= 0 = n_threads
-    int32_t  type_k;           // ggml_type of the target's K cache
-    int32_t  type_v;           // ggml_type of the target's V cache
+    int32_t  type_k;           // ggml_type of the K caches; the drafter's is F16 where this is quantized
+    int32_t  type_v;           // same for V
     int32_t  flash_attn;       // enum llama_flash_attn_type
     bool     offload_kqv;      // keep the KV caches on the device
 };

@@ -6,6 +6,11 @@
 #include <algorithm>
 #include <cmath>
 
+// The window is small: quantizing its cache saves little and costs acceptance.
+static ggml_type float_type(int32_t type) {
+    return ggml_is_quantized((ggml_type) type) ? GGML_TYPE_F16 : (ggml_type) type;
+}
+
 static uint32_t pad_256(uint32_t n) {
     return (n + 255) / 256 * 256;
 }
@@ -34,6 +39,8 @@ dflash2_draft::dflash2_draft(llama_model * model, llama_context * ctx_target, co
     cparams.n_threads            = params.n_threads;
     cparams.n_threads_batch      = params.n_threads_batch;
     cparams.flash_attn_type      = (llama_flash_attn_type) params.flash_attn;
+    cparams.type_k               = float_type(params.type_k);
+    cparams.type_v               = float_type(params.type_v);
     cparams.offload_kqv          = params.offload_kqv;
     cparams.swa_full             = false;
     cparams.no_perf              = true;

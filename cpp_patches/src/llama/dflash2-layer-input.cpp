@@ -56,6 +56,26 @@ void dflash2_publish_layer_input(const llm_graph_context & g, ggml_tensor * cur,
     g.res->t_layer_inp[lid] = rows;
 }
 
+// mimo2 keeps all rows of its last layer, and publishes them, only once asked to
+struct asked_last_layer {
+    asked_last_layer(llama_context * ctx, int32_t lid) :
+        ctx(ctx->get_model().arch == LLM_ARCH_MIMO2 && (uint32_t) lid == ctx->get_model().hparams.n_layer() ? ctx : nullptr),
+        lid(lid) {
+        set(true);
+    }
+
+    ~asked_last_layer() { set(false); }
+
+    void set(bool value) {
+        if (ctx != nullptr) {
+            ctx->set_embeddings_layer_inp(lid, value);
+        }
+    }
+
+    llama_context * ctx;
+    int32_t         lid;
+};
+
 static const ggml_tensor * probe(llama_context * ctx, int32_t lid, uint32_t n_tokens, uint32_t n_outputs) {
     llama_memory_context_ptr mctx;
     if (auto * memory = ctx->get_memory()) {
@@ -74,7 +94,8 @@ int32_t dflash2_llama_layer_input(llama_context * ctx, int32_t lid) {
     }
 
     // fewer outputs than tokens, as while a prompt is read
-    const uint32_t n_tokens = 4;
+    const uint32_t         n_tokens = 4;
+    const asked_last_layer asked(ctx, lid);
     try {
         if (const ggml_tensor * t = probe(ctx, lid, n_tokens, 1)) {
             return is_one_row_per_token(t, hparams.n_embd, n_tokens) ? DFLASH2_LAYER_INPUT_OK :
