@@ -18,9 +18,11 @@ import native
 import trees
 from tests import provisions
 
-# A shell starts background jobs with SIGINT ignored, and programs under test would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts background jobs with SIGINT ignored, nohup ignores SIGHUP, and programs under test
+# would inherit that. What is caught here is back at its default in them.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
