@@ -46,8 +46,9 @@ class Terminal:
 
     def end(self) -> int:
         """Read to the end; the exit code."""
+        deadline = time.monotonic() + _PATIENCE
         while self._read():
-            pass
+            assert time.monotonic() < deadline, f"it does not end: {self.shown!r}"
         return self._process.wait(timeout=_PATIENCE)
 
     def _read(self) -> bool:
