@@ -3,7 +3,8 @@
 A random drafter is right once in a vocabulary, and then nothing after a rejection is ever tested.
 This one knows which token followed which in answers that the target gave: its blocks hardly depend
 on the context, its final norm puts the tokens seen most often on top, and the selector's codebooks
-hold the pairs.
+hold the pairs. It is wrong about one of them on purpose: answers that only repeat themselves would
+otherwise leave it nothing to be refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _LIFT, _PAIR = 20.0, 40.0
 def write_bigram_draft(
     directory: Path, shape: DraftShape, target: Path, answers: Sequence[Sequence[int]]
 ) -> Path:
-    """Write a drafter for a float32 target GGUF that proposes what followed in answers."""
+    """Write a drafter for a float32 target GGUF that proposes what followed in answers.
+
+    After the token followed least often it proposes one that hardly came there.
+    """
     write_draft(directory, shape)
     weights = load_file(directory / "model.safetensors")
     for name in weights:
@@ -63,6 +67,15 @@ def _final_norm(mask_row: np.ndarray, head: np.ndarray, known: Sequence[int]) ->
     return solved.astype(np.float32)
 
 
+def _mistake(pairs: Counter[tuple[int, int]], known: Sequence[int]) -> tuple[int, int]:
+    """The token followed least often, and the known token that came least often after it."""
+    followed: Counter[int] = Counter()
+    for (before, _), count in pairs.items():
+        followed[before] += count
+    mistaken = min(followed, key=followed.__getitem__)
+    return mistaken, min(known, key=lambda token: pairs[mistaken, token])
+
+
 def _fill_selector(
     weights: dict[str, np.ndarray],
     hidden: np.ndarray,
@@ -75,10 +88,9 @@ def _fill_selector(
     successor = np.zeros_like(weights[prefix + "successor_codebook"])
     place = {token: i for i, token in enumerate(known)}
     pairs = Counter(pair for answer in answers for pair in pairwise(answer))
-    for (before, after), _ in reversed(pairs.most_common()):
-        if after in place:
-            predecessor[before] = 0
-            predecessor[before, place[after]] = _PAIR
+    usual = {a: b for (a, b), _ in reversed(pairs.most_common()) if b in place}
+    for before, after in (usual | dict([_mistake(pairs, known)])).items():
+        predecessor[before, place[after]] = _PAIR
     for token, i in place.items():
         successor[token, i] = 1
     weights[prefix + "predecessor_codebook"] = predecessor

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 __all__ = ["ENVIRONMENT", "PROGRAM", "Terminal", "terminal"]
 
@@ -40,6 +41,17 @@ class Terminal:
             assert self._read(), f"ended without {text!r}: {self.shown!r}"
         return at + len(text)
 
+    def wait_until_it_sleeps(self) -> None:
+        """Wait until the program waits, for a key if the prompt is shown.
+
+        A signal between prompt and read is one that CPython's readline loop forgets until the next
+        key: it asks for signals only where one interrupts its select().
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while self._state() not in ("S", "I"):  # I: macOS, where it has slept for long
+            assert time.monotonic() < deadline, f"it never waits: {self.shown!r}"
+            time.sleep(0.01)
+
     def press(self, keys: str) -> None:
         """Type ``keys``; Ctrl-C is "\\x03", Ctrl-D "\\x04"."""
         os.write(self._master, keys.encode())
@@ -50,6 +62,13 @@ class Terminal:
         while self._read():
             assert time.monotonic() < deadline, f"it does not end: {self.shown!r}"
         return self._process.wait(timeout=_PATIENCE)
+
+    def _state(self) -> str:
+        status = Path(f"/proc/{self._process.pid}/stat")
+        if status.exists():  # small Linux images have no ps
+            return status.read_text(encoding="utf-8").rpartition(") ")[2][0]
+        command = ["ps", "-o", "state=", "-p", str(self._process.pid)]
+        return subprocess.check_output(command, text=True)[:1]
 
     def _read(self) -> bool:
         ready, _, _ = select.select([self._master], [], [], 1.0)

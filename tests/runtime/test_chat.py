@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -77,7 +76,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(session: Session, arguments:
 def test_ctrl_c_at_the_prompt_leaves(arguments: list[str]) -> None:
     with terminal(arguments) as screen:
         screen.wait_for("> ")
-        time.sleep(1.0)  # the prompt is shown just before the program reads
+        screen.wait_until_it_sleeps()
         screen.press("\x03")
         assert screen.end() == 130
         assert "Traceback" not in screen.shown
