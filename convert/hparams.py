@@ -23,6 +23,7 @@ from dflash2_gguf.gguf_schema import DraftShape
 __all__ = ["DraftHparams", "default_target_layer_ids", "read_hparams"]
 
 _DEFAULT_BLOCK_SIZE = 16
+_MAX_LAYERS = 512  # llama-hparams.h:LLAMA_MAX_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def read_hparams(data: dict[str, Any]) -> DraftHparams:
     refuse_other_variants(data)
     refuse_unsupported_values(data)
     config = Config(data)
-    n_layer = config.positive("num_hidden_layers")
+    n_layer = _layer_count(config)
     n_embd = config.positive("hidden_size")
     n_head = config.positive("num_attention_heads")
     types = _layer_types(config, n_layer)
@@ -143,6 +144,15 @@ def read_hparams(data: dict[str, Any]) -> DraftHparams:
         licence=config.optional_str("license"),
         warnings=(*unknown_top_level(data), *warnings),
     )
+
+
+def _layer_count(config: Config) -> int:
+    count = config.positive("num_hidden_layers")
+    if count > _MAX_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {count}, llama.cpp reads at most {_MAX_LAYERS}"
+        )
+    return count
 
 
 def _mask_token_id(config: Config) -> int:

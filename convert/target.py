@@ -21,6 +21,9 @@ from dflash2_gguf.gguf_schema import Key, arch_key
 
 __all__ = ["Target", "check_pair", "open_target"]
 
+# every row gets a name in memory; the largest vocabularies in use have 262144
+_MAX_VOCAB = 2**22
+
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -105,6 +108,10 @@ def _from_directory(path: Path) -> Target:
     if not isinstance(text, dict):
         raise CheckpointError(f"{path / 'config.json'}: text_config is not an object")
     n_vocab = _config_int(path, text, "vocab_size")
+    if n_vocab > _MAX_VOCAB:
+        raise CheckpointError(
+            f"{path / 'config.json'}: vocab_size is {n_vocab}, at most {_MAX_VOCAB} are supported"
+        )
     architectures = config.get("architectures") or [str(config.get("model_type", "unknown"))]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return Target(
