@@ -34,9 +34,10 @@ struct dflash2_features {
     int32_t            n_rows = 0;
     std::vector<float> rows;        // [n_rows][n_tap * n_embd]
 
+    // gives the memory back: the rows of a prompt are many, those of a round few
     void clear() {
         n_rows = 0;
-        rows.clear();
+        rows   = {};
     }
 };
 

@@ -51,13 +51,25 @@ static void add_context(const llama_context * ctx, uint64_t & weights, uint64_t 
     }
 }
 
+// Feature rows on their way from the target to the draft cache: those of a batch, and of every sequence some that wait.
+static uint64_t feature_bytes(const llama_context * target, const llama_context * draft) {
+    const dflash2_drafter_info info    = dflash2_read_drafter(llama_get_model(draft));
+    const uint64_t             n_batch = llama_n_batch(target);
+    const uint64_t             n_rows  = info.window > 0 ? std::min<uint64_t>(info.window, n_batch) : n_batch;
+    const uint64_t             n_wait  = (uint64_t) llama_n_seq_max(target) * dflash2_draft::N_INJECT_ROWS;
+    const uint64_t             n_row   = info.layer_inputs.size() * llama_model_n_embd(llama_get_model(draft));
+    return (n_rows + n_wait) * n_row * sizeof(float);
+}
+
 dflash2_memory dflash2_measure_memory(const llama_context * target, const llama_context * draft) {
     dflash2_memory memory = {};
     add_context(target, memory.target_weights, memory.target_cache, memory.target_compute);
+    memory.target_compute += dflash2_llama_output_bytes(target);
     memory.target_snapshots = dflash2_llama_snapshot_bytes(target);
     memory.target_cache -= memory.target_snapshots;
     if (draft != nullptr) {
         add_context(draft, memory.draft_weights, memory.draft_cache, memory.draft_compute);
+        memory.draft_compute += dflash2_llama_output_bytes(draft) + feature_bytes(target, draft);
     }
     return memory;
 }
@@ -79,6 +91,7 @@ int32_t dflash2_plan(llama_model *                  target,
         std::unique_ptr<dflash2_draft> draft_part;
         if (drafts) {
             draft_part = std::make_unique<dflash2_draft>(draft, target_part.context(), p);
+            target_part.enable_features(draft_part->info().layer_inputs);
         }
         *memory = dflash2_measure_memory(target_part.context(), draft_part ? draft_part->context() : nullptr);
         return DFLASH2_OK;

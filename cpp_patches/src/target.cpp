@@ -2,6 +2,7 @@
 
 #include "error.h"
 #include "llama-ext.h"
+#include "llama/dflash2-model-info.h"
 
 #include <algorithm>
 #include <cstring>
@@ -58,6 +59,8 @@ void dflash2_target::enable_features(const std::vector<int32_t> & layer_inputs) 
     for (const int32_t lid : layer_inputs_) {
         llama_set_embeddings_layer_inp(ctx_.get(), lid, true);
     }
+    // now, so that a lack of memory shows before the first prompt
+    dflash2_llama_reserve(ctx_.get());
 }
 
 void dflash2_target::clear_batch() {

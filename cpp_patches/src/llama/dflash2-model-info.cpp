@@ -7,6 +7,8 @@
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
+#include <algorithm>
+
 int32_t dflash2_llama_window(const llama_model * model) {
     const auto & hparams = model->hparams;
     if (hparams.swa_type == LLAMA_SWA_TYPE_NONE) {
@@ -64,4 +66,23 @@ uint64_t dflash2_llama_snapshot_bytes(const llama_context * ctx) {
         }
     }
     return total * recurrent->n_rs_seq / (recurrent->n_rs_seq + 1);
+}
+
+// see llama_context::output_reserve
+uint64_t dflash2_llama_output_bytes(const llama_context * ctx) {
+    const auto & hparams = ctx->get_model().hparams;
+    const auto & cparams = ctx->get_cparams();
+
+    const uint64_t n_outputs = std::max(cparams.n_outputs_max, cparams.n_seq_max);
+    uint64_t       n_floats  = n_outputs * ctx->get_model().vocab.n_tokens();
+    if (cparams.embeddings_nextn) {
+        n_floats += (uint64_t) hparams.n_embd_out() * (cparams.embeddings_nextn_masked ? n_outputs : cparams.n_batch);
+    }
+    const auto & enabled = cparams.embeddings_layer_inp;
+    n_floats += std::count(enabled.begin(), enabled.end(), true) * (uint64_t) hparams.n_embd * cparams.n_batch;
+    return n_floats * sizeof(float);
+}
+
+void dflash2_llama_reserve(llama_context * ctx) {
+    ctx->sched_reserve();
 }

@@ -19,4 +19,11 @@ LLAMA_API bool dflash2_llama_has_output(const struct llama_model * model);
 
 // Bytes of recurrent state kept only so that a few tokens can be taken back (n_rs_seq snapshots per sequence).
 LLAMA_API uint64_t dflash2_llama_snapshot_bytes(const struct llama_context * ctx);
+
+// Bytes of the host buffer for what batches output (logits, layer inputs, nextn rows), at its largest. It grows with
+// use, and llama_get_memory_breakdown() leaves it out.
+LLAMA_API uint64_t dflash2_llama_output_bytes(const struct llama_context * ctx);
+
+// Reserves the compute buffers now if what the graph publishes has changed since; else the next batch would do it.
+LLAMA_API void dflash2_llama_reserve(struct llama_context * ctx);
 }
