@@ -37,7 +37,7 @@ struct dflash2_features {
     // gives the memory back: the rows of a prompt are many, those of a round few
     void clear() {
         n_rows = 0;
-        rows   = {};
+        rows   = std::vector<float>();
     }
 };
 
