@@ -119,7 +119,10 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that a session takes, per part (``struct dflash2_memory`` in ``dflash2.h``)."""
+    """Bytes that a session takes, per part (``struct dflash2_memory`` in ``dflash2.h``).
+
+    device: what of all parts lies in the memory of GPUs; the rest is the host's.
+    """
 
     target_weights: int = 0
     target_cache: int = 0
@@ -128,11 +131,29 @@ class Memory:
     draft_weights: int = 0
     draft_cache: int = 0
     draft_compute: int = 0
+    device: int = 0
+
+    @property
+    def target(self) -> int:
+        """Sum of the target's parts."""
+        return (
+            self.target_weights + self.target_cache + self.target_snapshots + self.target_compute
+        )
+
+    @property
+    def draft(self) -> int:
+        """Sum of the drafter's parts."""
+        return self.draft_weights + self.draft_cache + self.draft_compute
 
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return sum(asdict(self).values())
+        return self.target + self.draft
+
+    @property
+    def host(self) -> int:
+        """What lies in the host's memory, weights in mapped files included."""
+        return self.total - self.device
 
 
 def _minus(now: Any, then: Any) -> Any:
