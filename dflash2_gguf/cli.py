@@ -94,6 +94,43 @@ _Template = Annotated[
         "--chat-template", metavar="FILE", help="Chat template (Jinja) instead of the target's."
     ),
 ]
+_Prompt = Annotated[
+    str | None,
+    typer.Option("-p", "--prompt", metavar="TEXT", help="Exact prompt. Default: stdin."),
+]
+_Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
+]
+_NoDraft = Annotated[
+    bool, typer.Option("--no-draft", help="Decode plainly; same as --draft-max off.")
+]
+_Grammar = Annotated[
+    Path | None,
+    typer.Option("--grammar", metavar="FILE", help="GBNF grammar that the text follows."),
+]
+_JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        "--json-schema",
+        metavar="FILE|TEXT",
+        help="JSON schema that the text follows; TEXT begins with {.",
+    ),
+]
+_Fit = Annotated[
+    bool,
+    typer.Option(
+        "--fit", help="Choose a context, and GPU layers, that fit into the memory that is free."
+    ),
+]
+_GpuLayers = Annotated[
+    str,
+    typer.Option(
+        "--gpu-layers",
+        metavar="auto|N",
+        help="Target layers on the GPU; auto is all, or as many as --fit finds.",
+    ),
+]
 _Job = Callable[[], int]
 
 
@@ -123,6 +160,7 @@ def _parse(words: list[str]) -> _Job:
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_chat)
     app.command("generate")(_generate)
+    app.command("plan")(_plan)
     try:
         job = app(words, prog_name="dflash2-run", standalone_mode=False)
     except _parser_error() as error:
@@ -137,6 +175,8 @@ def _chat(
     ctx_size: _CtxSize = None,
     threads: _Threads = None,
     draft_max: _DraftMax = "auto",
+    gpu_layers: _GpuLayers = "auto",
+    fit: _Fit = False,
     max_tokens: _MaxTokens = None,
     temp: _Temperature = 0.8,
     top_k: _TopK = 40,
@@ -155,7 +195,7 @@ def _chat(
         _refuse_misplaced_options(context)
         return None
     from dflash2_gguf.chat import ChatSettings, chat
-    from dflash2_gguf.launch import Launch, parse_draft_max
+    from dflash2_gguf.launch import Launch, parse_draft_max, parse_gpu_layers
     from dflash2_gguf.sampling import SamplingParams
     from dflash2_gguf.ui import Terminal
 
@@ -165,6 +205,8 @@ def _chat(
         n_ctx=ctx_size,
         n_threads=threads,
         draft_max=parse_draft_max(draft_max),
+        n_gpu_layers=parse_gpu_layers(gpu_layers),
+        fit=fit,
         chat_template=chat_template,
         verbose=verbose,
     )
@@ -178,35 +220,31 @@ def _chat(
 def _generate(
     model: _Model = None,
     draft: _Draft = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option("-p", "--prompt", metavar="TEXT", help="Exact prompt. Default: stdin."),
-    ] = None,
+    prompt: _Prompt = None,
     max_tokens: _MaxTokens = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
-    ] = None,
+    stop: _Stop = None,
     ctx_size: _CtxSize = None,
     threads: _Threads = None,
     draft_max: _DraftMax = "auto",
-    no_draft: Annotated[
-        bool, typer.Option("--no-draft", help="Decode plainly; same as --draft-max off.")
-    ] = False,
+    no_draft: _NoDraft = False,
+    gpu_layers: _GpuLayers = "auto",
+    fit: _Fit = False,
     temp: _Temperature = 0.8,
     top_k: _TopK = 40,
     top_p: _TopP = 0.95,
     min_p: _MinP = 0.05,
     seed: _Seed = None,
     verifier: _Verifier = "auto",
+    grammar: _Grammar = None,
+    json_schema: _JsonSchema = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print text, token ids and statistics as JSON.")
     ] = False,
     verbose: _Verbose = False,
 ) -> _Job:
     """Continue one prompt and print the text."""
-    from dflash2_gguf.generate import Request, generate
-    from dflash2_gguf.launch import Launch, parse_draft_max
+    from dflash2_gguf.generate import Request, generate, read_schema
+    from dflash2_gguf.launch import Launch, parse_draft_max, parse_gpu_layers, read_text
     from dflash2_gguf.sampling import SamplingParams
     from dflash2_gguf.ui import Terminal
 
@@ -216,6 +254,8 @@ def _generate(
         n_ctx=ctx_size,
         n_threads=threads,
         draft_max=0 if no_draft else parse_draft_max(draft_max),
+        n_gpu_layers=parse_gpu_layers(gpu_layers),
+        fit=fit,
         verbose=verbose,
     )
     request = Request(
@@ -223,11 +263,51 @@ def _generate(
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
         sampling=SamplingParams(
-            temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, verifier=verifier
+            temperature=temp,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            verifier=verifier,
+            grammar=None if grammar is None else read_text(grammar),
+            json_schema=None if json_schema is None else read_schema(json_schema),
         ),
         as_json=as_json,
     )
     return partial(generate, launch, request, Terminal())
+
+
+def _plan(
+    model: _Model = None,
+    draft: _Draft = None,
+    ctx_size: _CtxSize = None,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            "--parallel", metavar="N", min=1, max=64, help="Sequences held at once, each of -c."
+        ),
+    ] = 1,
+    draft_max: _DraftMax = "auto",
+    gpu_layers: _GpuLayers = "auto",
+    fit: _Fit = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    verbose: _Verbose = False,
+) -> _Job:
+    """Say what memory a session takes, before anything is loaded."""
+    from dflash2_gguf.launch import Launch, parse_draft_max, parse_gpu_layers
+    from dflash2_gguf.show_plan import show_plan
+    from dflash2_gguf.ui import Terminal
+
+    launch = Launch(
+        target=_required(model),
+        draft=draft,
+        n_ctx=ctx_size,
+        draft_max=parse_draft_max(draft_max),
+        n_gpu_layers=parse_gpu_layers(gpu_layers),
+        fit=fit,
+        verbose=verbose,
+    )
+    return partial(show_plan, launch, Terminal(), n_parallel=parallel, as_json=as_json)
 
 
 def _parser_error() -> type[Any]:

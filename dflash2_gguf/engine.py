@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash2_gguf.errors import NativeError, UsageError
-from dflash2_gguf.models import Progress, memory_from, open_pair
+from dflash2_gguf.json_schema import to_gbnf
+from dflash2_gguf.models import Model, Progress, memory_from, open_pair
 from dflash2_gguf.native import (
     ABORTED,
     FINISH_REASONS,
@@ -27,7 +28,17 @@ from dflash2_gguf.sampling import VERIFIERS, SamplingParams
 from dflash2_gguf.stats import DRAFT_FAILURES, WIDTH_REASONS, Memory, Stats
 from dflash2_gguf.vocab import Vocab
 
-__all__ = ["AbortedError", "Engine", "EngineOptions", "Step", "echo_log", "physical_cores"]
+__all__ = [
+    "AbortedError",
+    "Engine",
+    "EngineOptions",
+    "Step",
+    "context_length",
+    "echo_log",
+    "physical_cores",
+    "session_params",
+    "trained_context",
+]
 
 _DEFAULT_CTX = 8192
 _RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED
@@ -57,6 +68,7 @@ class EngineOptions:
     n_batch, n_ubatch: prompt tokens per step and per evaluation.
     n_threads: None is the number of physical cores this process may use.
     draft_max: drafted tokens per round; None is as many as pay, 0 drafts never.
+    n_gpu_layers: layers of the target that go to the GPU; None is all, if there is a GPU.
 
     Raises UsageError for a value out of range.
     """
@@ -66,9 +78,11 @@ class EngineOptions:
     n_ubatch: int = 512
     n_threads: int | None = None
     draft_max: int | None = None
+    n_gpu_layers: int | None = None
 
     def __post_init__(self) -> None:
-        limits = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 1, "n_threads": 1, "draft_max": 0}
+        limits = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 1, "n_threads": 1}
+        limits |= {"draft_max": 0, "n_gpu_layers": 0}
         for name, low in limits.items():
             value = getattr(self, name)
             if value is not None and not low <= value < 2**31:
@@ -100,10 +114,12 @@ class Engine:
         on_progress: Progress | None = None,
     ) -> None:
         self._api = api()
-        params = _session_params(self._api.dflash2.dflash2_session_default_params(), options)
+        params = session_params(options)
         self._options = options
         self._handle: int | None = None
-        self._target, self._draft = open_pair(target, draft, params, on_progress=on_progress)
+        self._target, self._draft = open_pair(
+            target, draft, params, n_gpu_layers=options.n_gpu_layers, on_progress=on_progress
+        )
         try:
             self._handle = self._init(params, options)
         except BaseException:
@@ -181,7 +197,7 @@ class Engine:
                 model.close()
 
     def _init(self, params: SessionParams, options: EngineOptions) -> int:
-        params.n_ctx = self._context_length(options)
+        params.n_ctx = context_length(self._target, options)
         status = ctypes.c_int32(0)
         handle: int | None = self._api.dflash2.dflash2_session_init(
             self._target.handle,
@@ -192,12 +208,6 @@ class Engine:
         if not handle:
             raise failure(status.value, "dflash2_session_init")
         return handle
-
-    def _context_length(self, options: EngineOptions) -> int:
-        if options.n_ctx is not None:
-            return options.n_ctx
-        trained: int = self._api.llama.llama_model_n_ctx_train(self._target.handle)
-        return min(_DEFAULT_CTX, trained)
 
 
 def echo_log() -> None:
@@ -218,7 +228,22 @@ def physical_cores() -> int:
         return len(cpus)
 
 
-def _session_params(params: SessionParams, options: EngineOptions) -> SessionParams:
+def trained_context(target: Model) -> int:
+    """Tokens that the model was trained to see."""
+    length: int = api().llama.llama_model_n_ctx_train(target.handle)
+    return length
+
+
+def context_length(target: Model, options: EngineOptions) -> int:
+    """The context that ``options`` mean for ``target``, in tokens."""
+    if options.n_ctx is None:
+        return min(_DEFAULT_CTX, trained_context(target))
+    return options.n_ctx or trained_context(target)
+
+
+def session_params(options: EngineOptions) -> SessionParams:
+    """The native parameters; ``n_ctx`` is preliminary until ``context_length`` can be known."""
+    params: SessionParams = api().dflash2.dflash2_session_default_params()
     params.n_ctx = _DEFAULT_CTX if options.n_ctx is None else options.n_ctx
     params.n_batch = options.n_batch
     params.n_ubatch = min(options.n_ubatch, options.n_batch)
@@ -244,7 +269,9 @@ def _seq_params(params: SeqParams, sampling: SamplingParams) -> SeqParams:
     bias = [LogitBias(token, value) for token, value in sampling.logit_bias.items()]
     params.n_logit_bias = len(bias)
     params.logit_bias = (LogitBias * len(bias))(*bias)
-    params.grammar = None if sampling.grammar is None else sampling.grammar.encode()
+    schema = sampling.json_schema
+    grammar = sampling.grammar if schema is None else to_gbnf(schema)
+    params.grammar = None if grammar is None else grammar.encode()
     return params
 
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash2_gguf.errors import CheckpointError, NativeError
+from dflash2_gguf.errors import CheckpointError, NativeError, UsageError
 from dflash2_gguf.gguf_header import read_header
 from dflash2_gguf.libraries import load
+from dflash2_gguf.machine import free_memory
 from dflash2_gguf.native import MemoryStruct, SessionParams, api, check
 from dflash2_gguf.pair import check_complete, check_headers, check_target
 from dflash2_gguf.stats import Memory
 
-__all__ = ["Model", "Progress", "memory_from", "open_pair"]
+__all__ = ["Model", "Progress", "measure", "memory_from", "open_pair", "open_unloaded"]
 
 # called with 0..1 while the target's weights are read
 Progress = Callable[[float], None]
@@ -49,26 +50,66 @@ def open_pair(
     draft: Path | None,
     params: SessionParams,
     *,
+    n_gpu_layers: int | None = None,
     on_progress: Progress | None = None,
 ) -> tuple[Model, Model | None]:
     """Load ``target`` and, when given, ``draft``, after checking that they belong together.
 
-    Raises CheckpointError for a wrong file, PairError for a wrong pair, NativeError when llama.cpp
-    cannot load one of them or the memory does not suffice.
+    ``n_gpu_layers`` of the target go to the GPU, all by default; the drafter goes there unless it
+    is 0. Raises CheckpointError for a wrong file, PairError for a wrong pair, NativeError when
+    llama.cpp cannot load one of them or the memory does not suffice, UsageError for GPU layers
+    without a GPU.
     """
+    _require_gpu(n_gpu_layers)
     _check_files(target, draft)
-    drafter = None if draft is None else _load(draft)
+    drafter = None if draft is None else _load(draft, n_gpu_layers=_draft_layers(n_gpu_layers))
     try:
-        with closing(_load(target, no_alloc=True)) as plan:
+        with closing(_load(target, no_alloc=True, n_gpu_layers=n_gpu_layers)) as plan:
             if drafter is not None:
-                status = api().dflash2.dflash2_check_pair(plan.handle, drafter.handle)
-                check(status, "dflash2_check_pair")
+                _require_pair(plan, drafter)
             _require_memory(plan, drafter, params)
-        return _load(target, on_progress=on_progress), drafter
+        return _load(target, n_gpu_layers=n_gpu_layers, on_progress=on_progress), drafter
     except BaseException:
         if drafter is not None:
             drafter.close()
         raise
+
+
+@contextmanager
+def open_unloaded(
+    target: Path, draft: Path | None, *, n_gpu_layers: int | None = None
+) -> Iterator[tuple[Model, Model | None]]:
+    """Both models without their weights, for what can be told beforehand; checked as a pair.
+
+    Reads headers and vocabularies only, so it works for models larger than the memory. Raises as
+    ``open_pair``.
+    """
+    _require_gpu(n_gpu_layers)
+    _check_files(target, draft)
+    with ExitStack() as opened:
+        large = opened.enter_context(
+            closing(_load(target, no_alloc=True, n_gpu_layers=n_gpu_layers))
+        )
+        small = None
+        if draft is not None:
+            layers = _draft_layers(n_gpu_layers)
+            small = opened.enter_context(closing(_load(draft, no_alloc=True, n_gpu_layers=layers)))
+            _require_pair(large, small)
+        yield large, small
+
+
+def measure(target: Model, draft: Model | None, params: SessionParams) -> Memory:
+    """Memory that a session with ``params`` takes; nothing of it is allocated.
+
+    Raises NativeError when llama.cpp cannot set the session up, UsageError for parameters that are
+    out of range.
+    """
+    plan = MemoryStruct()
+    status = api().dflash2.dflash2_plan(
+        target.handle, draft.handle if draft else None, ctypes.byref(params), ctypes.byref(plan)
+    )
+    check(status, "dflash2_plan")
+    return memory_from(plan)
 
 
 def memory_from(memory: MemoryStruct) -> Memory:
@@ -89,9 +130,35 @@ def _check_files(target: Path, draft: Path | None) -> None:
         check_complete(header, row_size)
 
 
-def _load(path: Path, *, no_alloc: bool = False, on_progress: Progress | None = None) -> Model:
+def _require_gpu(n_gpu_layers: int | None) -> None:
+    if n_gpu_layers and not api().llama.llama_supports_gpu_offload():
+        raise UsageError(
+            f"{n_gpu_layers} layers are wanted on a GPU, and these libraries see none",
+            'build them with CMAKE_ARGS="... -DGGML_CUDA=ON", or leave out --gpu-layers',
+        )
+
+
+def _draft_layers(n_gpu_layers: int | None) -> int | None:
+    """A drafter is small and runs every round: it stays out of the GPU only when all does."""
+    return 0 if n_gpu_layers == 0 else None
+
+
+def _require_pair(target: Model, draft: Model) -> None:
+    status = api().dflash2.dflash2_check_pair(target.handle, draft.handle)
+    check(status, "dflash2_check_pair")
+
+
+def _load(
+    path: Path,
+    *,
+    no_alloc: bool = False,
+    n_gpu_layers: int | None = None,
+    on_progress: Progress | None = None,
+) -> Model:
     llama, log = api().llama, api().log
     params = llama.llama_model_default_params()
+    if n_gpu_layers is not None:
+        params.n_gpu_layers = n_gpu_layers
     if no_alloc:
         params.no_alloc, params.load_mode = True, llama.LLAMA_LOAD_MODE_NONE
     watch = _Watch(on_progress)
@@ -133,27 +200,12 @@ def _load_error(path: Path, lines: list[str]) -> CheckpointError | NativeError:
 
 def _require_memory(target: Model, draft: Model | None, params: SessionParams) -> None:
     """Too large a cache gets the process killed without a word, long after it was granted."""
-    plan = MemoryStruct()
-    status = api().dflash2.dflash2_plan(
-        target.handle, draft.handle if draft else None, ctypes.byref(params), ctypes.byref(plan)
-    )
-    check(status, "dflash2_plan")
-    memory = memory_from(plan)
-    available = _available_bytes(Path("/proc/meminfo"))
+    memory = measure(target, draft, params)
+    available = free_memory().host
     needed = memory.total - memory.target_weights - memory.draft_weights
     if api().llama.llama_supports_gpu_offload() or available is None or needed <= available:
         return
     raise NativeError(
         f"caches and buffers need {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free",
-        "use a smaller context (--ctx-size)",
+        "use a smaller context (--ctx-size), or --fit",
     )
-
-
-def _available_bytes(meminfo: Path) -> int | None:
-    """MemAvailable of Linux in bytes, None on other systems."""
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    values = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(values[0]) * 1024 if values else None

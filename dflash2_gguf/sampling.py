@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash2_gguf.errors import UsageError
 
@@ -33,6 +34,8 @@ class SamplingParams:
         multiplier 0 is off.
     logit_bias: token id to what is added to its logit; -inf forbids it.
     grammar: GBNF with a rule named root; None allows everything.
+    json_schema: a JSON schema that the text follows, instead of a grammar. It is converted by
+        llama.cpp's converter, which passes over some keywords (``json_schema.unenforced``).
     repeat_penalty, frequency_penalty, presence_penalty: over the last ``penalty_last_n`` tokens
         (-1 = the whole context); 1, 0 and 0 switch them off.
     verifier: how drafted tokens are accepted. All are lossless (``dflash2.h``, dflash2_verifier).
@@ -59,6 +62,7 @@ class SamplingParams:
     dry_penalty_last_n: int = -1
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str | None = None
+    json_schema: Mapping[str, Any] | None = None
     verifier: str = "auto"
 
     def __post_init__(self) -> None:
@@ -83,11 +87,20 @@ class SamplingParams:
             raise UsageError(
                 f"verifier is {self.verifier!r}", f"it can be one of {', '.join(VERIFIERS)}"
             )
+        _require_one_form(self.grammar, self.json_schema)
         if self.verifier == "greedy" and self.temperature > 0:
             raise UsageError(
                 f"verifier 'greedy' does not sample at temperature {self.temperature:g}",
                 "use another verifier or 'auto', or temperature 0",
             )
+
+
+def _require_one_form(grammar: str | None, schema: object) -> None:
+    if schema is not None and not isinstance(schema, Mapping):
+        kind = type(schema).__name__
+        raise UsageError(f"json_schema is of type {kind}", "it can be a mapping, as parsed JSON is")
+    if schema is not None and grammar is not None:
+        raise UsageError("both grammar and json_schema are given", "use one of them")
 
 
 def _require_range(name: str, value: float, low: float, high: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from dflash2_gguf.engine import AbortedError, Engine, EngineOptions, Step, echo_log
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.models import Progress
+from dflash2_gguf.plan import Plan, make_plan
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.stats import Memory, Stats
 from dflash2_gguf.streaming import TextStream
@@ -61,13 +62,17 @@ class Session:
         n_ubatch: int = 512,
         n_threads: int | None = None,
         draft_max: int | None = None,
+        n_gpu_layers: int | None = None,
+        fit: bool = False,
         chat_template: str | None = None,
         on_progress: Progress | None = None,
         verbose: bool = False,
     ) -> None:
         """Load the models.
 
-        The numbers are explained at ``EngineOptions``. ``chat_template`` replaces the target's own;
+        The numbers are explained at ``EngineOptions``. With ``fit``, those of n_ctx and
+        n_gpu_layers that are None are chosen so that everything fits into what is free (see
+        ``plan``). ``chat_template`` replaces the target's own;
         ``on_progress`` is called with 0..1 while its weights are read. ``verbose`` prints
         llama.cpp's log to stderr, for this and all later sessions of the process.
         """
@@ -77,10 +82,14 @@ class Session:
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             draft_max=draft_max,
+            n_gpu_layers=n_gpu_layers,
         )
         if verbose:
             echo_log()
         draft_path = None if draft is None else Path(draft)
+        if fit:
+            chosen = make_plan(Path(target), draft_path, options, fit=True)
+            options = replace(options, n_ctx=chosen.n_ctx, n_gpu_layers=chosen.n_gpu_layers)
         self._engine: Engine | None = Engine(
             Path(target), draft_path, options, on_progress=on_progress
         )
@@ -93,6 +102,34 @@ class Session:
         self._owner: int | None = None
         self._active = False
         self._cancelled = False
+
+    @staticmethod
+    def plan(
+        target: str | os.PathLike[str],
+        draft: str | os.PathLike[str] | None = None,
+        *,
+        n_ctx: int | None = None,
+        n_parallel: int = 1,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        draft_max: int | None = None,
+        n_gpu_layers: int | None = None,
+        fit: bool = False,
+    ) -> Plan:
+        """Memory of a session with these options, per part, before anything of it is allocated.
+
+        Headers are read, weights are not, so it works for models larger than the memory. ``fit``
+        as for a session. Raises what opening the session raises.
+        """
+        options = EngineOptions(
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            draft_max=draft_max,
+            n_gpu_layers=n_gpu_layers,
+        )
+        draft_path = None if draft is None else Path(draft)
+        return make_plan(Path(target), draft_path, options, n_parallel=n_parallel, fit=fit)
 
     @property
     def n_ctx(self) -> int:

@@ -24,8 +24,9 @@ SHARED = {"errors", "gguf_schema", "libraries", "presets"}
 # outermost first: no module reaches one that stands further out, directly or through others
 ONION = (
     {"cli", "demo", "bench_peer"},
-    {"chat", "generate"},
+    {"chat", "generate", "show_plan"},
     {"session"},
+    {"plan"},
     {"engine"},
     {"native"},
     {"libraries"},

@@ -32,7 +32,12 @@ def _run(arguments: Sequence[str], *, stdin: str | None = None) -> subprocess.Co
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"), [([], "dflash2-run"), (["generate"], "dflash2-run-generate")]
+    ("arguments", "name"),
+    [
+        ([], "dflash2-run"),
+        (["generate"], "dflash2-run-generate"),
+        (["plan"], "dflash2-run-plan"),
+    ],
 )
 def test_help_is_what_is_written_down(arguments: list[str], name: str) -> None:
     done = _run([*arguments, "--help"])
@@ -50,6 +55,11 @@ def test_help_is_what_is_written_down(arguments: list[str], name: str) -> None:
         (["-m", "x", "generate", "-p", "x"], "an option (model) stands before generate"),
         (["-m", "x", "--draft-max", "many"], "--draft-max is 'many'"),
         (["-m", "x", "--draft-max", "-1"], "--draft-max is '-1'"),
+        (["-m", "x", "--gpu-layers", "all"], "--gpu-layers is 'all'"),
+        (["plan"], "there is no target"),
+        (["plan", "-m", "x", "--parallel", "65"], "invalid value for '--parallel'"),
+        (["generate", "-m", "x", "--json-schema", "{"], "--json-schema is not JSON"),
+        (["generate", "-m", "x", "--json-schema", "{}", "--grammar", __file__], "both grammar and"),
         (["-m", "x", "--top-p", "2"], "invalid value for '--top-p'"),
         (["-m", "x", "-t", "0"], "invalid value for '-t' / '--threads'"),
         (["-m", "x", "--seed", "4294967295"], "seed is 4294967295"),

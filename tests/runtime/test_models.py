@@ -1,4 +1,4 @@
-"""What the system has left, and what llama.cpp's log says about a failed load."""
+"""What llama.cpp's log says about a failed load."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash2_gguf.errors import CheckpointError, NativeError
-from dflash2_gguf.models import _available_bytes, _load_error
-
-
-def test_available_memory_is_read_in_bytes(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   42 kB\n")
-    assert _available_bytes(meminfo) == 42 * 1024
-
-
-def test_available_memory_is_unknown_on_other_systems(tmp_path: Path) -> None:
-    assert _available_bytes(tmp_path / "meminfo") is None
+from dflash2_gguf.models import _load_error
 
 
 @pytest.mark.parametrize(
