@@ -27,6 +27,9 @@ from dflash2_gguf.errors import UsageError
         {"frequency_penalty": math.nan},
         {"presence_penalty": -math.inf},
         {"penalty_last_n": -2},
+        {"json_schema": "{}"},
+        {"json_schema": True},
+        {"grammar": 'root ::= "a"', "json_schema": {}},
         {"verifier": "always"},
         {"verifier": "greedy", "temperature": 0.5},
     ],
@@ -46,6 +49,7 @@ def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any]) -> None
         {"seed": 2**32 - 2},
         {"frequency_penalty": -2.0},
         {"penalty_last_n": -1},
+        {"json_schema": {}},
     ],
 )
 def test_the_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
