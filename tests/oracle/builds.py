@@ -57,7 +57,7 @@ class Build:
         return result
 
     def run_parallel(
-        self, job: str, prompts: Sequence[list[int]], **arguments: Any
+        self, job: str, prompts: Sequence[Any], **arguments: Any
     ) -> dict[str, np.ndarray]:
         """A job over prompts, split between as many processes as there are CPUs."""
         parts = [list(part) for part in np.array_split(np.arange(len(prompts)), _cpus())]

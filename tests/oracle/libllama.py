@@ -18,6 +18,7 @@ import numpy as np
 __all__ = [
     "Options",
     "context",
+    "end_tokens",
     "evaluate",
     "forget",
     "greedy",
@@ -125,6 +126,13 @@ def tokenize(loaded: Any, text: str) -> np.ndarray:
     ids = (llama_cpp.llama_token * (len(raw) + 1))()
     count = llama_cpp.llama_tokenize(vocab, raw, len(raw), ids, len(ids), False, True)
     return np.array(ids[:count])
+
+
+def end_tokens(loaded: Any) -> list[int]:
+    """Ids of the tokens that end a generation."""
+    vocab = llama_cpp.llama_model_get_vocab(loaded)
+    ids = range(llama_cpp.llama_vocab_n_tokens(vocab))
+    return [token for token in ids if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
 
 def forget(ctx: Any) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 
 from dflash2_gguf.native import (
+    LogitBias,
     SeqParams,
     SessionParams,
     StatsStruct,
@@ -21,7 +23,7 @@ from dflash2_gguf.native import (
     failure,
 )
 
-__all__ = ["Record", "arrays", "failures", "native_session", "record"]
+__all__ = ["Record", "arrays", "failures", "native_session", "record", "serve"]
 
 _GREEDY = 1  # enum dflash2_verifier
 
@@ -72,26 +74,73 @@ def record(
     session: int, prompts: Sequence[Sequence[int]], n_predict: int, lattices: bool
 ) -> list[Record]:
     """Generate n_predict tokens greedily for all prompts at once, one sequence each."""
-    library = api().dflash2
-    params: SeqParams = library.dflash2_seq_default_params()
-    params.verifier, params.n_predict, params.ignore_eos = _GREEDY, n_predict, True
-    params.n_draft_max = library.dflash2_session_n_draft_max(
-        session
-    )  # an automatic width has a clock
+    # an automatic width has a clock
+    width = api().dflash2.dflash2_session_n_draft_max(session)
+    options = {"verifier": _GREEDY, "n_predict": n_predict, "n_draft_max": width}
     for number, prompt in enumerate(prompts):
-        ids = (ctypes.c_int32 * len(prompt))(*prompt)
-        status = library.dflash2_session_seq_begin(
-            session, number, ids, len(prompt), ctypes.byref(params)
-        )
-        check(status, "dflash2_session_seq_begin")
+        _begin(session, number, prompt, options)
     records = [Record() for _ in prompts]
-    results = (StepResult * len(prompts))()
-    while count := check(library.dflash2_session_step(session, results), "dflash2_session_step"):
-        for result in results[:count]:
+    for results in _steps(session, len(prompts)):
+        for result in results:
             _note(session, result, records[result.seq_id], lattices)
     for number in range(len(prompts)):
-        check(library.dflash2_session_seq_clear(session, number), "dflash2_session_seq_clear")
+        check(api().dflash2.dflash2_session_seq_clear(session, number), "dflash2_session_seq_clear")
     return records
+
+
+def serve(
+    session: int,
+    requests: Sequence[Mapping[str, Any]],
+    together: int,
+    banned: Sequence[int] = (),
+) -> list[Record]:
+    """Answer requests, ``together`` at a time; whoever ends makes room for the next.
+
+    A request is the token ids of a "prompt" and fields of dflash2_seq_params. Neighbours with the
+    same prompt follow each other in one sequence, which reads it once. banned tokens are never
+    sampled.
+    """
+    bias = (LogitBias * len(banned))(*((token, -math.inf) for token in banned))
+    shared = {"logit_bias": bias, "n_logit_bias": len(banned)} if banned else {}
+    records = [Record() for _ in requests]
+    runs = groupby(range(len(requests)), key=lambda number: requests[number]["prompt"])
+    waiting = iter([list(numbers) for _, numbers in runs])
+    todo = {sequence: next(waiting, []) for sequence in range(together)}
+
+    def begin(sequence: int) -> None:
+        if todo[sequence]:
+            options = {**requests[todo[sequence][0]], **shared}
+            _begin(session, sequence, options.pop("prompt"), options)
+
+    for sequence in todo:
+        begin(sequence)
+    for results in _steps(session, together):
+        for result in results:
+            _note(session, result, records[todo[result.seq_id][0]], lattices=False)
+        # beginning anew invalidates the tokens of the step
+        for sequence in [result.seq_id for result in results if result.finish]:
+            todo[sequence] = todo[sequence][1:] or next(waiting, [])
+            begin(sequence)
+    return records
+
+
+def _begin(session: int, sequence: int, prompt: Sequence[int], options: Mapping[str, Any]) -> None:
+    library = api().dflash2
+    params: SeqParams = library.dflash2_seq_default_params()
+    params.ignore_eos = True
+    for name, value in options.items():
+        setattr(params, name, value.encode() if isinstance(value, str) else value)
+    ids = (ctypes.c_int32 * len(prompt))(*prompt)
+    status = library.dflash2_session_seq_begin(
+        session, sequence, ids, len(prompt), ctypes.byref(params)
+    )
+    check(status, "dflash2_session_seq_begin")
+
+
+def _steps(session: int, together: int) -> Iterator[list[StepResult]]:
+    step, results = api().dflash2.dflash2_session_step, (StepResult * together)()
+    while count := check(step(session, results), "dflash2_session_step"):
+        yield results[:count]
 
 
 def arrays(records: Sequence[Record]) -> dict[str, np.ndarray]:

@@ -128,6 +128,34 @@ def job_session(
     return rounds.arrays(records) | {"failures": np.array(failures)}
 
 
+def job_serve(
+    path: str,
+    draft: str | None,
+    prompts: list[dict[str, Any]],
+    ban_end: bool = False,
+    **options: int,
+) -> Arrays:
+    """Requests (see rounds.serve) answered by libdflash2, n_seq_max at a time.
+
+    With ban_end end-of-generation tokens are never sampled, as the pin's ``ignore_eos`` has it.
+    tokens [n_requests, longest answer], -1 behind the end; per round: prompt (number of the
+    request), before, drafted, accepted.
+    """
+    from tests.oracle import rounds
+
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(libllama.model(path))
+        drafter = stack.enter_context(libllama.model(draft)) if draft else None
+        session = stack.enter_context(rounds.native_session(target, drafter, **options))
+        banned = libllama.end_tokens(target) if ban_end else []
+        records = rounds.serve(session, prompts, options.get("n_seq_max", 1), banned)
+        failures = rounds.failures(session)
+    longest = max(len(record.tokens) for record in records)
+    for record in records:
+        record.tokens += [-1] * (longest - len(record.tokens))
+    return rounds.arrays(records) | {"failures": np.array([failures])}
+
+
 def job_publishes(path: str, layers: list[int]) -> Arrays:
     """dflash2_target_publishes for each layer, and the reasons where it says no."""
     from dflash2_gguf.native import api
@@ -153,6 +181,7 @@ JOBS: dict[str, Callable[..., Arrays]] = {
     "layers": job_layers,
     "noise": job_noise,
     "publishes": job_publishes,
+    "serve": job_serve,
     "session": job_session,
     "shape": job_shape,
     "tokenize": job_tokenize,
