@@ -37,7 +37,7 @@ __all__ = [
     "failure",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_DRAFT = 32
 
 # enum dflash2_status
@@ -56,6 +56,7 @@ class SessionParams(ctypes.Structure):
     _fields_ = [
         ("n_ctx", ctypes.c_uint32),
         ("n_batch", ctypes.c_uint32),
+        ("n_batch_shared", ctypes.c_uint32),
         ("n_ubatch", ctypes.c_uint32),
         ("n_seq_max", ctypes.c_uint32),
         ("n_draft_max", ctypes.c_int32),
@@ -65,6 +66,8 @@ class SessionParams(ctypes.Structure):
         ("type_v", ctypes.c_int32),
         ("flash_attn", ctypes.c_int32),
         ("offload_kqv", ctypes.c_bool),
+        ("exact", ctypes.c_bool),
+        ("noise_min", ctypes.c_float),
     ]
 
 
@@ -144,6 +147,9 @@ class StatsStruct(ctypes.Structure):
         ("n_prompt_sampled", ctypes.c_uint64),
         ("verified_width", ctypes.c_uint64 * (MAX_DRAFT + 1)),
         ("rounds_by_reason", ctypes.c_uint64 * 5),
+        ("n_doubts", ctypes.c_uint64),
+        ("n_replayed", ctypes.c_uint64),
+        ("noise", ctypes.c_double),
     ]
 
 
@@ -158,6 +164,7 @@ class MemoryStruct(ctypes.Structure):
         ("draft_weights", ctypes.c_uint64),
         ("draft_cache", ctypes.c_uint64),
         ("draft_compute", ctypes.c_uint64),
+        ("device", ctypes.c_uint64),
     ]
 
 
@@ -191,6 +198,12 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dflash2_session_abort": (None, (_POINTER,)),
     "dflash2_session_n_ctx": (_U32, (_POINTER,)),
     "dflash2_session_n_draft_max": (_I32, (_POINTER,)),
+    "dflash2_session_seq_save": (
+        _I32,
+        (_POINTER, _I32, ctypes.POINTER(_POINTER), ctypes.POINTER(ctypes.c_size_t)),
+    ),
+    "dflash2_session_seq_restore": (_I32, (_POINTER, _I32, ctypes.c_char_p, ctypes.c_size_t)),
+    "dflash2_session_seq_tokens": (_I32, (_POINTER, _I32, ctypes.POINTER(ctypes.POINTER(_I32)))),
     "dflash2_session_seq_n_past": (_I32, (_POINTER, _I32)),
     "dflash2_session_stats": (None, (_POINTER, ctypes.POINTER(StatsStruct))),
     "dflash2_session_stats_reset": (None, (_POINTER,)),

@@ -21,6 +21,7 @@ dflash2_session_params dflash2_session_default_params(void) {
     dflash2_session_params params = {};
     params.n_ctx                  = 4096;
     params.n_batch                = 512;
+    params.n_batch_shared         = 128;
     params.n_ubatch               = 512;
     params.n_seq_max              = 1;
     params.n_draft_max            = -1;
@@ -132,6 +133,38 @@ uint32_t dflash2_session_n_ctx(const dflash2_session * session) {
 
 int32_t dflash2_session_n_draft_max(const dflash2_session * session) {
     return session ? session->n_draft_max() : 0;
+}
+
+int32_t dflash2_session_seq_save(dflash2_session * session, llama_seq_id seq_id, const uint8_t ** data, size_t * size) {
+    return dflash2_guard([&]() -> int32_t {
+        if (data == nullptr || size == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "data and size are required");
+        }
+        const auto & bytes = require(session).seq_save(seq_id);
+        *data              = bytes.data();
+        *size              = bytes.size();
+        return DFLASH2_OK;
+    });
+}
+
+int32_t dflash2_session_seq_restore(dflash2_session * session, llama_seq_id seq_id, const uint8_t * data, size_t size) {
+    return dflash2_guard([&]() -> int32_t {
+        if (data == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "data is required");
+        }
+        return require(session).seq_restore(seq_id, data, size);
+    });
+}
+
+int32_t dflash2_session_seq_tokens(const dflash2_session * session, llama_seq_id seq_id, const llama_token ** tokens) {
+    return dflash2_guard([&]() -> int32_t {
+        if (tokens == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "tokens are required");
+        }
+        const auto & known = require(const_cast<dflash2_session *>(session)).seq_tokens(seq_id);
+        *tokens            = known.data();
+        return (int32_t) known.size();
+    });
 }
 
 int32_t dflash2_session_seq_n_past(const dflash2_session * session, llama_seq_id seq_id) {

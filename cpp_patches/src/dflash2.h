@@ -4,9 +4,14 @@
 // loaded and freed by the caller (llama_model_load_from_file) and must outlive the session.
 //
 // Life of a sequence: dflash2_session_seq_begin() takes the whole prompt and keeps what the caches already
-// hold of it; every dflash2_session_step() then advances all active sequences, by a chunk of their prompt or
+// hold of it; every dflash2_session_step() then advances active sequences, by a chunk of their prompt or
 // by one draft-verify round; dflash2_session_seq_end() keeps the caches for the next begin. The drafter only
 // ever changes how many tokens a step yields, never which.
+//
+// A row evaluated among others differs by rounding from the same row evaluated alone, and where two tokens are that
+// close either may come first. Exact mode removes this: a decision that rounding could turn is taken again from rows
+// evaluated alone, in the order in which plain decoding evaluates them, so that the tokens are those of a session
+// without drafter that serves one sequence from empty caches.
 //
 // Conventions: functions return 0 or a count on success and a negative dflash2_status on failure, with the
 // reason in dflash2_last_error(). No exception crosses this boundary. Units are tokens, bytes and
@@ -31,7 +36,7 @@
 #endif
 
 // raised whenever a struct or a function of this header changes
-#define DFLASH2_ABI_VERSION 2
+#define DFLASH2_ABI_VERSION 3
 
 // positions counted one by one in the statistics; later ones are added to the last
 #define DFLASH2_MAX_DRAFT 32
@@ -50,6 +55,7 @@ enum dflash2_status {
     DFLASH2_ERROR_CONTEXT  = -4,  // the context is full
     DFLASH2_ERROR_COMPUTE  = -5,  // llama.cpp could not evaluate a batch
     DFLASH2_ERROR_ABORTED  = -6,  // dflash2_session_abort() was called; the sequences are intact
+    DFLASH2_ERROR_STATE    = -7,  // a saved state is damaged, or of another model, build or kind of cache
 };
 
 // How drafted tokens are accepted. All are lossless: the tokens have the law of plain decoding. greedy, match and
@@ -91,6 +97,8 @@ enum dflash2_width_reason {
 struct dflash2_session_params {
     uint32_t n_ctx;            // target context in tokens; 0 = what the model was trained with
     uint32_t n_batch;          // prompt tokens per step
+    uint32_t n_batch_shared;   // the same while other sequences generate, so that a long prompt does not hold them up;
+                               // 0 = n_batch
     uint32_t n_ubatch;         // target micro-batch
     uint32_t n_seq_max;        // sequences that can be held at once
     int32_t  n_draft_max;      // most drafted tokens per round; < 0 = block size - 1, 0 = no drafting
@@ -100,6 +108,8 @@ struct dflash2_session_params {
     int32_t  type_v;           // same for V
     int32_t  flash_attn;       // enum llama_flash_attn_type
     bool     offload_kqv;      // keep the KV caches on the device
+    bool     exact;            // the very tokens of plain decoding; not with the verifiers reject and block
+    float    noise_min;        // exact mode: rounding moves logits by at least this, if measuring it shows less
 };
 
 struct dflash2_seq_params {
@@ -165,6 +175,9 @@ struct dflash2_stats {
     uint64_t n_prompt_sampled;  // tokens produced by the evaluation of a prompt, not by a verification step
     uint64_t verified_width[DFLASH2_MAX_DRAFT + 1];  // verification steps by how many drafted tokens they verified
     uint64_t rounds_by_reason[DFLASH2_WIDTH_REASON_COUNT];  // rounds in which the width was automatic
+    uint64_t n_doubts;                                      // exact mode: decisions that rounding could have turned
+    uint64_t n_replayed;                                    // exact mode: tokens evaluated again, alone, to take them
+    double   noise;  // exact mode: by how much evaluating rows together was seen to change a logit
 };
 
 // bytes, per part; measured on a model without weights (llama_model_params.no_alloc) it is a plan
@@ -176,6 +189,7 @@ struct dflash2_memory {
     uint64_t draft_weights;
     uint64_t draft_cache;
     uint64_t draft_compute;
+    uint64_t device;  // of all these, what lies in the memory of GPUs; the rest is the host's
 };
 
 // What the drafter proposed last for a sequence: the lattice of candidates and the path through it.
@@ -248,8 +262,9 @@ DFLASH2_API int32_t dflash2_session_seq_end(struct dflash2_session * session, ll
 // Forget seq_id altogether.
 DFLASH2_API int32_t dflash2_session_seq_clear(struct dflash2_session * session, llama_seq_id seq_id);
 
-// Advance every active sequence once. results must hold n_seq_max entries. Returns how many were filled, 0 when
-// no sequence is active, or a negative status; DFLASH2_ERROR_ABORTED leaves all sequences as they were.
+// One evaluation of the target, for all active sequences or, in exact mode, for one that must be alone; a sequence
+// that waits gets the next step. results must hold n_seq_max entries. Returns how many were filled, 0 when no sequence
+// is active, or a negative status; DFLASH2_ERROR_ABORTED leaves all sequences as they were.
 DFLASH2_API int32_t dflash2_session_step(struct dflash2_session * session, struct dflash2_step_result * results);
 
 // Make the step in progress (or the next one) return DFLASH2_ERROR_ABORTED soon. Any thread.
@@ -262,6 +277,27 @@ DFLASH2_API int32_t dflash2_session_draft_view(const struct dflash2_session * se
 
 DFLASH2_API uint32_t dflash2_session_n_ctx(const struct dflash2_session * session);
 DFLASH2_API int32_t  dflash2_session_n_draft_max(const struct dflash2_session * session);
+
+// Everything of seq_id: tokens, both caches, samplers, and where a generation stands. *data holds *size bytes until
+// the next call on the session.
+DFLASH2_API int32_t dflash2_session_seq_save(struct dflash2_session * session,
+                                             llama_seq_id             seq_id,
+                                             const uint8_t **         data,
+                                             size_t *                 size);
+
+// Replaces seq_id by a saved sequence, which goes on where it was. Returns its number of tokens, or
+// DFLASH2_ERROR_STATE for data that is damaged or of another model, build or kind of cache, or
+// DFLASH2_ERROR_CONTEXT where it does not fit. seq_id is untouched after a failure, but empty where only llama.cpp
+// could find it.
+DFLASH2_API int32_t dflash2_session_seq_restore(struct dflash2_session * session,
+                                                llama_seq_id             seq_id,
+                                                const uint8_t *          data,
+                                                size_t                   size);
+
+// All tokens of seq_id, known to the session until the next call on it. Returns their number.
+DFLASH2_API int32_t dflash2_session_seq_tokens(const struct dflash2_session * session,
+                                               llama_seq_id                   seq_id,
+                                               const llama_token **           tokens);
 
 // tokens of seq_id that the target has evaluated
 DFLASH2_API int32_t dflash2_session_seq_n_past(const struct dflash2_session * session, llama_seq_id seq_id);

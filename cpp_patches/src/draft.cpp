@@ -83,6 +83,11 @@ void dflash2_draft::truncate(llama_seq_id seq_id, llama_pos pos) {
     }
 }
 
+dflash2_draft::range dflash2_draft::only_rows(llama_seq_id seq_id) {
+    truncate(seq_id, held_[seq_id].end);
+    return held_[seq_id];
+}
+
 // Drops rows that left the window so that n_rows and a block fit.
 void dflash2_draft::make_room(llama_seq_id seq_id, int32_t n_rows) {
     range &         held = held_[seq_id];

@@ -51,7 +51,7 @@ class dflash2_draft {
 
     const dflash2_drafter_info & info() const { return info_; }
 
-    const llama_context * context() const { return ctx_.get(); }
+    llama_context * context() const { return ctx_.get(); }
 
     int32_t n_draft_max() const { return n_draft_max_; }
 
@@ -59,6 +59,18 @@ class dflash2_draft {
 
     // first position whose row a block anchored at pos may read
     llama_pos window_begin(llama_pos pos) const;
+
+    // rows of a sequence in the cache, end exclusive
+    struct range {
+        llama_pos begin = 0;
+        llama_pos end   = 0;
+    };
+
+    // drops the block of the last draft and says what is left
+    range only_rows(llama_seq_id seq_id);
+
+    // the cache of a sequence was filled with these rows from outside
+    void set_rows(llama_seq_id seq_id, const range & rows) { held_[seq_id] = rows; }
 
     // Are all rows that a block anchored at pos may read in the cache, and none beyond?
     bool has_window(llama_seq_id seq_id, llama_pos pos) const;
@@ -76,11 +88,6 @@ class dflash2_draft {
     void truncate(llama_seq_id seq_id, llama_pos pos);
 
   private:
-    struct range {
-        llama_pos begin = 0;
-        llama_pos end   = 0;  // exclusive
-    };
-
     void make_room(llama_seq_id seq_id, int32_t n_rows);
     bool read_lattice(int32_t row, int32_t n, dflash2_lattice & lattice) const;
 

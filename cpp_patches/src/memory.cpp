@@ -24,6 +24,7 @@ dflash2_session_params dflash2_resolve_params(const llama_model * target, const 
     dflash2_session_params p = params;
     require(p.n_seq_max >= 1 && p.n_seq_max <= 64, "n_seq_max", p.n_seq_max, "1 to 64");
     require(p.n_batch >= 1 && p.n_ubatch >= 1, "n_batch", p.n_batch, "1 or more");
+    require(p.noise_min >= 0.0f && p.noise_min < 1e6f, "noise_min", (long long) p.noise_min, "0 or more");
     require(p.type_k >= 0 && p.type_k < GGML_TYPE_COUNT, "type_k", p.type_k, "a ggml type");
     require(p.type_v >= 0 && p.type_v < GGML_TYPE_COUNT, "type_v", p.type_v, "a ggml type");
 
@@ -38,16 +39,37 @@ dflash2_session_params dflash2_resolve_params(const llama_model * target, const 
     return p;
 }
 
+int32_t dflash2_plain_chunk(const llama_model * target, const dflash2_session_params & params) {
+    dflash2_session_params alone = params;
+    alone.n_seq_max              = 1;
+    alone                        = dflash2_resolve_params(target, alone);
+    return (int32_t) std::min(alone.n_batch, alone.n_ctx);
+}
+
 int32_t dflash2_draft_max(const llama_model * draft, const dflash2_session_params & params) {
     const int32_t n_trained = dflash2_read_drafter(draft).block_size - 1;
     return params.n_draft_max < 0 ? n_trained : std::min(params.n_draft_max, n_trained);
 }
 
-static void add_context(const llama_context * ctx, uint64_t & weights, uint64_t & cache, uint64_t & compute) {
+static bool is_on_device(ggml_backend_buffer_type_t buft) {
+    ggml_backend_dev_t device = ggml_backend_buft_get_device(buft);
+    if (device == nullptr || ggml_backend_buft_is_host(buft)) {
+        return false;
+    }
+    const auto type = ggml_backend_dev_type(device);
+    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
+static void add_context(const llama_context * ctx,
+                        uint64_t &            weights,
+                        uint64_t &            cache,
+                        uint64_t &            compute,
+                        uint64_t &            device) {
     for (const auto & [buft, bytes] : llama_get_memory_breakdown(ctx)) {
         weights += bytes.model;
         cache += bytes.context;
         compute += bytes.compute;
+        device += is_on_device(buft) ? bytes.model + bytes.context + bytes.compute : 0;
     }
 }
 
@@ -63,12 +85,12 @@ static uint64_t feature_bytes(const llama_context * target, const llama_context 
 
 dflash2_memory dflash2_measure_memory(const llama_context * target, const llama_context * draft) {
     dflash2_memory memory = {};
-    add_context(target, memory.target_weights, memory.target_cache, memory.target_compute);
+    add_context(target, memory.target_weights, memory.target_cache, memory.target_compute, memory.device);
     memory.target_compute += dflash2_llama_output_bytes(target);
     memory.target_snapshots = dflash2_llama_snapshot_bytes(target);
     memory.target_cache -= memory.target_snapshots;
     if (draft != nullptr) {
-        add_context(draft, memory.draft_weights, memory.draft_cache, memory.draft_compute);
+        add_context(draft, memory.draft_weights, memory.draft_cache, memory.draft_compute, memory.device);
         memory.draft_compute += dflash2_llama_output_bytes(draft) + feature_bytes(target, draft);
     }
     return memory;

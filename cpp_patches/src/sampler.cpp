@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <random>
+#include <initializer_list>
 
 const llama_token_data * dflash2_distribution::find(llama_token token) const {
     if (token >= 0 && (size_t) token < data.size() && data[token].id == token) {
@@ -171,8 +171,12 @@ dflash2_sampler::dflash2_sampler(const llama_model * model, const dflash2_seq_pa
     temp_     = params.temp;
     xtc_p_    = params.temp > 0.0f ? params.xtc_probability : 0.0f;
     xtc_t_    = params.xtc_threshold;
-    seed_     = params.seed == LLAMA_DEFAULT_SEED ? std::random_device{}() : params.seed;
+    seed_     = params.seed;
     n_vocab_  = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    // a repetition penalty divides positive logits and multiplies negative ones
+    if (has_penalties(params)) {
+        noise_gain_ = std::max<double>(params.penalty_repeat, 1.0 / params.penalty_repeat);
+    }
 }
 
 dflash2_sampler::dflash2_sampler(const dflash2_sampler & other) :
@@ -183,6 +187,7 @@ dflash2_sampler::dflash2_sampler(const dflash2_sampler & other) :
     temp_(other.temp_),
     xtc_p_(other.xtc_p_),
     xtc_t_(other.xtc_t_),
+    noise_gain_(other.noise_gain_),
     seed_(other.seed_),
     n_vocab_(other.n_vocab_) {}
 
@@ -200,13 +205,8 @@ bool dflash2_sampler::is_plain_argmax() const {
 //
 
 // Softmax of what is left; at temperature 0 the first maximum takes all.
-void dflash2_sampler::finish(llama_token_data_array & array, dflash2_distribution & out) const {
-    auto & data = out.data;
-    if (array.data != data.data()) {
-        data.assign(array.data, array.data + array.size);
-    }
-    data.resize(array.size);
-
+void dflash2_sampler::finish(dflash2_distribution & out) const {
+    auto &     data = out.data;
     const auto less = [](const llama_token_data & a, const llama_token_data & b) {
         return a.logit < b.logit || (a.logit == b.logit && a.id > b.id);
     };
@@ -230,30 +230,81 @@ void dflash2_sampler::finish(llama_token_data_array & array, dflash2_distributio
     }
 }
 
-static void apply_if(const llama_sampler_ptr & sampler, llama_token_data_array & array) {
-    if (sampler) {
-        llama_sampler_apply(sampler.get(), &array);
+// Applies samplers in their order. They may replace and shorten the list of candidates.
+static void apply_all(std::initializer_list<const llama_sampler_ptr *> samplers, dflash2_distribution & out) {
+    auto &                 data  = out.data;
+    llama_token_data_array array = { data.data(), data.size(), -1, false };
+    for (const llama_sampler_ptr * sampler : samplers) {
+        if (*sampler) {
+            llama_sampler_apply(sampler->get(), &array);
+        }
     }
+    if (array.data != data.data()) {
+        data.assign(array.data, array.data + array.size);
+    }
+    data.resize(array.size);
 }
 
-void dflash2_sampler::apply(const float * logits, llama_pos pos, dflash2_distribution & out) const {
+// what comes before truncation
+void dflash2_sampler::weigh(const float * logits, dflash2_distribution & out) const {
     out.data.resize(n_vocab_);
     for (llama_token id = 0; id < n_vocab_; ++id) {
         out.data[id] = { id, logits[id], 0.0f };
     }
-    llama_token_data_array array = { out.data.data(), out.data.size(), -1, false };
+    apply_all({ &bias_, &grammar_, &history_ }, out);
+}
 
-    apply_if(bias_, array);
-    apply_if(grammar_, array);
-    apply_if(history_, array);
-    apply_if(truncate_, array);
+void dflash2_sampler::truncate(llama_pos pos, dflash2_distribution & out) const {
+    llama_sampler_ptr xtc;
     if (xtc_p_ > 0.0f) {
         // the coin of this position, not the next one of a stream
-        const uint32_t    seed = (uint32_t) dflash2_key(seed_, pos, dflash2_purpose::XTC);
-        llama_sampler_ptr xtc(llama_sampler_init_xtc(xtc_p_, xtc_t_, 1, seed));
-        llama_sampler_apply(xtc.get(), &array);
+        const uint32_t seed = (uint32_t) dflash2_key(seed_, pos, dflash2_purpose::XTC);
+        xtc.reset(llama_sampler_init_xtc(xtc_p_, xtc_t_, 1, seed));
     }
-    finish(array, out);
+    apply_all({ &truncate_, &xtc }, out);
+}
+
+void dflash2_sampler::apply(const float * logits, llama_pos pos, dflash2_distribution & out) const {
+    weigh(logits, out);
+    truncate(pos, out);
+    finish(out);
+}
+
+// Truncation keeps tokens above a threshold that depends on all logits. Errors lower it most when what is kept loses
+// and the rest gains, and cut a token soonest when all that is above it gains and it loses.
+bool dflash2_sampler::surely_keeps(const float *          logits,
+                                   llama_pos              pos,
+                                   llama_token            token,
+                                   double                 noise,
+                                   dflash2_distribution & kept) const {
+    weigh(logits, kept);
+    if (!truncate_ && xtc_p_ <= 0.0f) {
+        return true;
+    }
+    const dflash2_distribution all  = kept;
+    const float                step = (float) noise;
+
+    dflash2_distribution fewest = all;
+    for (auto & entry : fewest.data) {
+        entry.logit += entry.logit > all.data[token].logit ? step : -step;
+    }
+    truncate(pos, fewest);
+
+    truncate(pos, kept);
+    dflash2_distribution most = all;
+    for (auto & entry : most.data) {
+        entry.logit += step;
+    }
+    for (const auto & entry : kept.data) {
+        most.data[entry.id].logit -= 2 * step;
+    }
+    truncate(pos, most);
+
+    kept.data.insert(kept.data.end(), most.data.begin(), most.data.end());
+    for (auto & entry : kept.data) {
+        entry.logit = all.data[entry.id].logit;
+    }
+    return fewest.find(token) != nullptr;
 }
 
 bool dflash2_sampler::apply_to_draft(const llama_token *    ids,
@@ -264,14 +315,13 @@ bool dflash2_sampler::apply_to_draft(const llama_token *    ids,
     for (int32_t i = 0; i < n; ++i) {
         out.data[i] = { ids[i], scores[i], 0.0f };
     }
-    llama_token_data_array array = { out.data.data(), out.data.size(), -1, false };
-    apply_if(grammar_, array);
+    apply_all({ &grammar_ }, out);
 
-    const bool any = std::any_of(array.data, array.data + array.size,
-                                 [](const llama_token_data & e) { return e.logit > -INFINITY; });
+    const bool any =
+        std::any_of(out.data.begin(), out.data.end(), [](const llama_token_data & e) { return e.logit > -INFINITY; });
     if (any) {
-        apply_if(truncate_, array);
-        finish(array, out);
+        apply_all({ &truncate_ }, out);
+        finish(out);
     }
     return any;
 }

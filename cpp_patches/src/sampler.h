@@ -43,6 +43,17 @@ class dflash2_sampler {
     // top-k, top-p, min-p, temperature. False when no candidate is left.
     bool apply_to_draft(const llama_token * ids, const float * scores, int32_t n, dflash2_distribution & out) const;
 
+    // For logits that are off by up to noise each: is token, which apply() keeps, kept in any case? kept becomes every
+    // token that could be, with its logit before truncation.
+    bool surely_keeps(const float *          logits,
+                      llama_pos              pos,
+                      llama_token            token,
+                      double                 noise,
+                      dflash2_distribution & kept) const;
+
+    // by how much penalties enlarge an error of a logit
+    double noise_gain() const { return noise_gain_; }
+
     // Advances the state by one token. from_prompt: the grammar does not see it.
     void accept(llama_token token, bool from_prompt = false);
 
@@ -58,16 +69,19 @@ class dflash2_sampler {
     uint32_t seed() const { return seed_; }
 
   private:
-    void finish(llama_token_data_array & array, dflash2_distribution & out) const;
+    void weigh(const float * logits, dflash2_distribution & out) const;
+    void truncate(llama_pos pos, dflash2_distribution & out) const;
+    void finish(dflash2_distribution & out) const;
 
     llama_sampler_ptr bias_;
     llama_sampler_ptr grammar_;
     llama_sampler_ptr history_;   // penalties and DRY
     llama_sampler_ptr truncate_;  // top-n-sigma to min-p
 
-    float    temp_    = 0.0f;
-    float    xtc_p_   = 0.0f;
-    float    xtc_t_   = 0.1f;
-    uint32_t seed_    = 0;
-    int32_t  n_vocab_ = 0;
+    float    temp_       = 0.0f;
+    float    xtc_p_      = 0.0f;
+    float    xtc_t_      = 0.1f;
+    double   noise_gain_ = 1.0;
+    uint32_t seed_       = 0;
+    int32_t  n_vocab_    = 0;
 };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <random>
 
 void dflash2_path::clear() {
     tokens.clear();
@@ -21,6 +22,12 @@ void dflash2_path::truncate(int32_t n) {
 void dflash2_verifier_rule::prime(const llama_token * tokens, size_t n_tokens) {
     for (size_t i = 0; i < n_tokens; ++i) {
         sampler_.accept(tokens[i], /*from_prompt =*/true);
+    }
+}
+
+void dflash2_verifier_rule::catch_up(const llama_token * tokens, size_t n_tokens) {
+    for (size_t i = 0; i < n_tokens; ++i) {
+        sampler_.accept(tokens[i]);
     }
 }
 
@@ -94,18 +101,21 @@ llama_token most_likely(const dflash2_distribution & q) {
         ->id;
 }
 
-// One token per row from pick(i), as long as it equals the draft.
+// One token per row from pick(i, token), as long as it equals the draft; pick says whether the token is certain.
 template <typename Pick>
-int32_t accept_while_equal(const dflash2_path &       path,
-                           const is_stop_fn &         is_stop,
-                           std::vector<llama_token> & out,
-                           Pick &&                    pick) {
-    for (size_t i = 0;; ++i) {
-        const llama_token token = pick((int32_t) i);
+dflash2_verdict accept_while_equal(const dflash2_path &       path,
+                                   const is_stop_fn &         is_stop,
+                                   std::vector<llama_token> & out,
+                                   Pick &&                    pick) {
+    for (int32_t i = 0;; ++i) {
+        llama_token token;
+        if (!pick(i, token)) {
+            return { i, /*doubtful =*/true };
+        }
         out.push_back(token);
-        const bool from_draft = i < path.tokens.size() && token == path.tokens[i];
+        const bool from_draft = i < (int32_t) path.tokens.size() && token == path.tokens[i];
         if (!from_draft || is_stop(token)) {
-            return (int32_t) i + (from_draft ? 1 : 0);
+            return { i + (from_draft ? 1 : 0) };
         }
     }
 }
@@ -128,18 +138,29 @@ class argmax_rule : public dflash2_verifier_rule {
         }
     }
 
-    int32_t accept(const dflash2_rows & rows,
-                   llama_pos,
-                   const dflash2_path &       path,
-                   const is_stop_fn &         is_stop,
-                   std::vector<llama_token> & out) override {
-        return accept_while_equal(path, is_stop, out, [&](int32_t i) {
+    dflash2_verdict accept(const dflash2_rows & rows,
+                           llama_pos,
+                           const dflash2_path &       path,
+                           const is_stop_fn &         is_stop,
+                           double                     noise,
+                           std::vector<llama_token> & out) override {
+        return accept_while_equal(path, is_stop, out, [&](int32_t i, llama_token & token) {
             const float * logits = rows(i);
-            return (llama_token) (std::max_element(logits, logits + n_vocab_) - logits);
+            const float * best   = std::max_element(logits, logits + n_vocab_);
+            token                = (llama_token) (best - logits);
+            return noise <= 0.0 || is_ahead(logits, best, 2.0 * noise);
         });
     }
 
   private:
+    // is the best logit larger than every other by more than margin?
+    bool is_ahead(const float * logits, const float * best, double margin) const {
+        const float others =
+            std::max(best == logits ? -INFINITY : *std::max_element(logits, best),
+                     best + 1 == logits + n_vocab_ ? -INFINITY : *std::max_element(best + 1, logits + n_vocab_));
+        return (double) *best - others > margin;
+    }
+
     int32_t n_vocab_;
 };
 
@@ -157,21 +178,40 @@ class equality_rule : public dflash2_verifier_rule {
         });
     }
 
-    int32_t accept(const dflash2_rows &       rows,
-                   llama_pos                  pos,
-                   const dflash2_path &       path,
-                   const is_stop_fn &         is_stop,
-                   std::vector<llama_token> & out) override {
-        return accept_while_equal(path, is_stop, out, [&](int32_t i) {
+    dflash2_verdict accept(const dflash2_rows &       rows,
+                           llama_pos                  pos,
+                           const dflash2_path &       path,
+                           const is_stop_fn &         is_stop,
+                           double                     noise,
+                           std::vector<llama_token> & out) override {
+        return accept_while_equal(path, is_stop, out, [&](int32_t i, llama_token & token) {
             sampler_.apply(rows(i), pos + i, p_);
-            const llama_token token =
-                argmax_with_noise(p_, dflash2_key(sampler_.seed(), pos + i, dflash2_purpose::TARGET));
+            token = argmax_with_noise(p_, dflash2_key(sampler_.seed(), pos + i, dflash2_purpose::TARGET));
+            if (noise > 0.0 && !is_certain(rows(i), pos + i, token, noise * sampler_.noise_gain())) {
+                return false;
+            }
             sampler_.accept(token);
-            return token;
+            return true;
         });
     }
 
   private:
+    // Would token be chosen from all logits that differ by up to noise from these?
+    bool is_certain(const float * logits, llama_pos pos, llama_token token, double noise) {
+        if (!sampler_.surely_keeps(logits, pos, token, noise, p_)) {
+            return false;
+        }
+        // argmax(log p + g) is argmax(logit + T g): normalisation moves all alike
+        const uint64_t key   = dflash2_key(sampler_.seed(), pos, dflash2_purpose::TARGET);
+        const double   scale = std::max(0.0f, sampler_.temperature());
+        const auto     score = [&](const llama_token_data & e) {
+            return e.logit + (scale > 0.0 ? scale * dflash2_gumbel(key, e.id) : 0.0);
+        };
+        const double own = score(*p_.find(token));
+        return std::all_of(p_.data.begin(), p_.data.end(),
+                           [&](const llama_token_data & e) { return e.id == token || own - score(e) > 2.0 * noise; });
+    }
+
     bool                 coupled_;
     dflash2_distribution p_;
 };
@@ -227,11 +267,12 @@ class reject_rule : public sampled_rule {
   public:
     using sampled_rule::sampled_rule;
 
-    int32_t accept(const dflash2_rows &       rows,
-                   llama_pos                  pos,
-                   const dflash2_path &       path,
-                   const is_stop_fn &         is_stop,
-                   std::vector<llama_token> & out) override {
+    dflash2_verdict accept(const dflash2_rows & rows,
+                           llama_pos            pos,
+                           const dflash2_path & path,
+                           const is_stop_fn &   is_stop,
+                           double /*noise*/,
+                           std::vector<llama_token> & out) override {
         const int32_t n = (int32_t) path.tokens.size();
         for (int32_t i = 0;; ++i) {
             sampler_.apply(rows(i), pos + i, p_);
@@ -251,7 +292,7 @@ class reject_rule : public sampled_rule {
             out.push_back(token);
             sampler_.accept(token);
             if (!accepted || is_stop(token)) {
-                return i + (accepted ? 1 : 0);
+                return { i + (accepted ? 1 : 0) };
             }
         }
     }
@@ -268,11 +309,12 @@ class block_rule : public sampled_rule {
   public:
     using sampled_rule::sampled_rule;
 
-    int32_t accept(const dflash2_rows &       rows,
-                   llama_pos                  pos,
-                   const dflash2_path &       path,
-                   const is_stop_fn &         is_stop,
-                   std::vector<llama_token> & out) override {
+    dflash2_verdict accept(const dflash2_rows & rows,
+                           llama_pos            pos,
+                           const dflash2_path & path,
+                           const is_stop_fn &   is_stop,
+                           double /*noise*/,
+                           std::vector<llama_token> & out) override {
         const int32_t n = n_until_stop(path, is_stop);
 
         dflash2_sampler state  = sampler_;  // runs ahead along the drafted tokens
@@ -306,7 +348,7 @@ class block_rule : public sampled_rule {
             }
             state.accept(token);
         }
-        return finish(path, n, n_kept, pos, is_stop, out);
+        return { finish(path, n, n_kept, pos, is_stop, out) };
     }
 
   private:
@@ -339,31 +381,43 @@ class block_rule : public sampled_rule {
     double               sum_ = 0.0;
 };
 
-dflash2_verifier choose(const dflash2_sampler & sampler, int32_t verifier, bool has_seed) {
-    if (verifier == DFLASH2_VERIFIER_AUTO) {
-        if (sampler.is_greedy()) {
-            return DFLASH2_VERIFIER_GREEDY;
-        }
-        // A named seed asks for the same text again, whatever width the clock makes us choose: only coupled keeps that.
-        // And a grammar makes a row dear: coupled stops at the first difference, block reads every row.
-        return has_seed || sampler.has_grammar() ? DFLASH2_VERIFIER_COUPLED : DFLASH2_VERIFIER_BLOCK;
-    }
-    if (verifier < DFLASH2_VERIFIER_AUTO || verifier > DFLASH2_VERIFIER_BLOCK) {
-        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("there is no verifier %d", verifier));
-    }
-    return (dflash2_verifier) verifier;
-}
-
 }  // namespace
 
-std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * model, const dflash2_seq_params & params) {
-    dflash2_sampler        sampler(model, params);
-    const dflash2_verifier verifier = choose(sampler, params.verifier, params.seed != LLAMA_DEFAULT_SEED);
+static bool is_plain_rule(int32_t verifier) {
+    return verifier == DFLASH2_VERIFIER_GREEDY || verifier == DFLASH2_VERIFIER_MATCH ||
+           verifier == DFLASH2_VERIFIER_COUPLED;
+}
 
-    if (verifier == DFLASH2_VERIFIER_GREEDY && !sampler.is_greedy()) {
-        throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
-                            dflash2_format("the greedy verifier needs temperature 0, temperature is %g", params.temp));
+dflash2_seq_params dflash2_resolve_seq_params(const dflash2_seq_params & params, bool exact) {
+    const bool         greedy      = params.temp <= 0.0f;
+    const bool         has_seed    = params.seed != LLAMA_DEFAULT_SEED;
+    const bool         has_grammar = params.grammar != nullptr && params.grammar[0] != '\0';
+    dflash2_seq_params p           = params;
+
+    if (p.verifier < DFLASH2_VERIFIER_AUTO || p.verifier > DFLASH2_VERIFIER_BLOCK) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, dflash2_format("there is no verifier %d", p.verifier));
     }
+    if (p.verifier == DFLASH2_VERIFIER_AUTO) {
+        // A named seed asks for the same text again, whatever width the clock makes us choose: only coupled keeps that.
+        // And a grammar makes a row dear: coupled stops at the first difference, block reads every row.
+        const bool coupled = has_seed || has_grammar || exact;
+        p.verifier = greedy ? DFLASH2_VERIFIER_GREEDY : coupled ? DFLASH2_VERIFIER_COUPLED : DFLASH2_VERIFIER_BLOCK;
+    }
+    if (p.verifier == DFLASH2_VERIFIER_GREEDY && !greedy) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                            dflash2_format("the greedy verifier needs temperature 0, temperature is %g", p.temp));
+    }
+    if (exact && !greedy && !is_plain_rule(p.verifier)) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                            "exact mode gives the tokens of plain decoding, which the verifiers reject and block do "
+                            "not: they only have the same law");
+    }
+    p.seed = has_seed ? p.seed : std::random_device{}();
+    return p;
+}
+
+std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * model, const dflash2_seq_params & params) {
+    dflash2_sampler sampler(model, params);
     // at temperature 0 both p and q are certain, and every rule is equality
     if (sampler.is_greedy()) {
         if (sampler.is_plain_argmax()) {
@@ -372,12 +426,12 @@ std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * mod
         }
         return std::make_unique<equality_rule>(std::move(sampler), false);
     }
-    switch (verifier) {
+    switch (params.verifier) {
         case DFLASH2_VERIFIER_REJECT:
             return std::make_unique<reject_rule>(std::move(sampler));
         case DFLASH2_VERIFIER_BLOCK:
             return std::make_unique<block_rule>(std::move(sampler));
         default:
-            return std::make_unique<equality_rule>(std::move(sampler), verifier == DFLASH2_VERIFIER_COUPLED);
+            return std::make_unique<equality_rule>(std::move(sampler), params.verifier == DFLASH2_VERIFIER_COUPLED);
     }
 }

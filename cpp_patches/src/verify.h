@@ -38,6 +38,11 @@ struct dflash2_path {
     void truncate(int32_t n);
 };
 
+struct dflash2_verdict {
+    int32_t n_accepted = 0;      // how many of the appended tokens are drafted ones
+    bool    doubtful   = false;  // ended before row n_accepted: rounding could turn the decision there
+};
+
 // logits [n_vocab] of row i of a step: row 0 judges the first drafted token
 using dflash2_rows = std::function<const float *(int32_t i)>;
 
@@ -49,15 +54,20 @@ class dflash2_verifier_rule {
     virtual void walk(const dflash2_lattice & lattice, int32_t n, llama_pos pos, dflash2_path & path) const = 0;
 
     // Appends the accepted prefix of path and one token of the target's own to out, ending early after a token for
-    // which is_stop holds; returns how many of them are drafted ones. pos is the position of the first token.
-    virtual int32_t accept(const dflash2_rows &                     rows,
-                           llama_pos                                pos,
-                           const dflash2_path &                     path,
-                           const std::function<bool(llama_token)> & is_stop,
-                           std::vector<llama_token> &               out) = 0;
+    // which is_stop holds. pos is the position of the first token. noise is by how much a logit may be off, 0 = not at
+    // all: the rules that equal plain decoding leave out a token that such an error could turn.
+    virtual dflash2_verdict accept(const dflash2_rows &                     rows,
+                                   llama_pos                                pos,
+                                   const dflash2_path &                     path,
+                                   const std::function<bool(llama_token)> & is_stop,
+                                   double                                   noise,
+                                   std::vector<llama_token> &               out) = 0;
 
     // tokens before the first accept(): what penalties look at
     void prime(const llama_token * tokens, size_t n_tokens);
+
+    // tokens that a rule like this one has accepted before
+    void catch_up(const llama_token * tokens, size_t n_tokens);
 
   protected:
     explicit dflash2_verifier_rule(dflash2_sampler sampler) : sampler_(std::move(sampler)) {}
@@ -65,5 +75,9 @@ class dflash2_verifier_rule {
     dflash2_sampler sampler_;
 };
 
-// Throws dflash2_error(DFLASH2_ERROR_ARGUMENT) for parameters that no rule can serve.
+// Replaces what is left open (seed, verifier) by a choice. exact: only rules that equal plain decoding will do. Throws
+// dflash2_error(DFLASH2_ERROR_ARGUMENT) for a verifier that does not fit the rest.
+dflash2_seq_params dflash2_resolve_seq_params(const dflash2_seq_params & params, bool exact);
+
+// params are resolved. Throws dflash2_error(DFLASH2_ERROR_ARGUMENT) for samplers out of range.
 std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * model, const dflash2_seq_params & params);

@@ -104,11 +104,12 @@ class wrong_rule : public dflash2_verifier_rule {
         walker_->walk(lattice, n, pos, path);
     }
 
-    int32_t accept(const dflash2_rows & rows,
-                   llama_pos            pos,
-                   const dflash2_path & path,
-                   const std::function<bool(llama_token)> &,
-                   std::vector<llama_token> & out) override {
+    dflash2_verdict accept(const dflash2_rows & rows,
+                           llama_pos            pos,
+                           const dflash2_path & path,
+                           const std::function<bool(llama_token)> &,
+                           double,
+                           std::vector<llama_token> & out) override {
         dflash2_distribution p;
         for (size_t i = 0;; ++i) {
             const auto uniform = [&](dflash2_purpose purpose) {
@@ -140,7 +141,7 @@ class wrong_rule : public dflash2_verifier_rule {
                 sampler_.accept(token);
             }
             if (!accepted) {
-                return (int32_t) i;
+                return { (int32_t) i };
             }
         }
     }
@@ -204,14 +205,15 @@ static std::vector<llama_token> decode(const world &                            
     for (size_t i = 0; i <= path.tokens.size(); ++i) {
         rows.push_back(w.target_logits((int) i, i == 0 ? ANCHOR : path.tokens[i - 1]));
     }
-    accepted +=
-        rule->accept([&](int32_t i) { return rows[i].data(); }, 0, path, [](llama_token) { return false; }, out);
+    const auto never = [](llama_token) {
+        return false;
+    };
+    accepted += rule->accept([&](int32_t i) { return rows[i].data(); }, 0, path, never, 0.0, out).n_accepted;
 
     // the rest by plain steps of the same rule
     while (out.size() < depth) {
         const auto logits = w.target_logits((int) out.size(), out.back());
-        rule->accept([&](int32_t) { return logits.data(); }, (llama_pos) out.size(), dflash2_path(),
-                     [](llama_token) { return false; }, out);
+        rule->accept([&](int32_t) { return logits.data(); }, (llama_pos) out.size(), dflash2_path(), never, 0.0, out);
     }
     out.resize(depth);
     return out;

@@ -40,6 +40,34 @@ bool dflash2_llama_has_output(const llama_model * model) {
     return model->output != nullptr;
 }
 
+// FNV-1a
+static void hash_bytes(uint64_t & hash, const void * data, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+        hash = (hash ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3ull;
+    }
+}
+
+uint64_t dflash2_llama_fingerprint(const llama_model * model) {
+    static constexpr size_t N_BYTES = 64;
+
+    uint64_t hash = 0xcbf29ce484222325ull;
+    for (const auto & [name, tensor] : model->tensors_by_name) {
+        hash_bytes(hash, name.data(), name.size());
+        hash_bytes(hash, &tensor->type, sizeof(tensor->type));
+        hash_bytes(hash, tensor->ne, sizeof(tensor->ne));
+        // matrices that a backend keeps in an order of its own cannot be read back; vectors always can
+        const bool is_vector = ggml_nelements(tensor) == tensor->ne[0];
+        if (tensor->buffer == nullptr || !(is_vector || ggml_backend_buffer_is_host(tensor->buffer))) {
+            continue;
+        }
+        uint8_t      bytes[N_BYTES] = {};
+        const size_t n_bytes        = std::min(N_BYTES, ggml_nbytes(tensor));
+        ggml_backend_tensor_get(tensor, bytes, (ggml_nbytes(tensor) - n_bytes) / 2, n_bytes);
+        hash_bytes(hash, bytes, n_bytes);
+    }
+    return hash;
+}
+
 static const llama_memory_recurrent * recurrent_part(const llama_memory_i * memory) {
     if (const auto * recurrent = dynamic_cast<const llama_memory_recurrent *>(memory)) {
         return recurrent;

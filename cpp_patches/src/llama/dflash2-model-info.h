@@ -17,6 +17,9 @@ LLAMA_API int32_t dflash2_llama_drafter_kind(const struct llama_model * model);
 LLAMA_API bool dflash2_llama_has_tok_embd(const struct llama_model * model);
 LLAMA_API bool dflash2_llama_has_output(const struct llama_model * model);
 
+// Tells models apart: a hash of names, types, shapes and some bytes of the weights. Reads a little of every tensor.
+LLAMA_API uint64_t dflash2_llama_fingerprint(const struct llama_model * model);
+
 // Bytes of recurrent state kept only so that a few tokens can be taken back (n_rs_seq snapshots per sequence).
 LLAMA_API uint64_t dflash2_llama_snapshot_bytes(const struct llama_context * ctx);
 
