@@ -2,6 +2,7 @@
 
 #include "llama-arch.h"
 #include "llama-context.h"
+#include "llama-kv-cache-dsv4.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
@@ -81,7 +82,25 @@ static const llama_memory_recurrent * recurrent_part(const llama_memory_i * memo
     return nullptr;
 }
 
+// deepseek4 keeps states of its compressors, with n_rs_seq planes behind the current one
+static uint64_t compressor_snapshots(const llama_kv_cache_dsv4 & cache) {
+    uint64_t total = 0;
+    for (const auto * state : { cache.get_csa_state(), cache.get_hca_state(), cache.get_lid_state() }) {
+        const uint64_t n_behind = state ? state->get_n_rs_seq() : 0;
+        if (n_behind == 0) {
+            continue;
+        }
+        for (const auto & [buft, bytes] : state->memory_breakdown()) {
+            total += bytes * n_behind / (n_behind + 1);
+        }
+    }
+    return total;
+}
+
 uint64_t dflash2_llama_snapshot_bytes(const llama_context * ctx) {
+    if (const auto * cache = dynamic_cast<const llama_kv_cache_dsv4 *>(ctx->get_memory())) {
+        return compressor_snapshots(*cache);
+    }
     const auto * recurrent = recurrent_part(ctx->get_memory());
     if (recurrent == nullptr || recurrent->n_rs_seq == 0) {
         return 0;
