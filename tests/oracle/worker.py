@@ -64,6 +64,13 @@ def _last_rows(ctx: Any, text: list[int], n_rows: int, width: int, n_batch: int)
     return np.concatenate(parts)
 
 
+def job_last_logits(path: str, texts: list[list[int]], **options: int) -> Arrays:
+    """Logits after each text, [n_texts, V]."""
+    chosen = libllama.Options(**options)
+    with libllama.model(path) as model, libllama.context(model, chosen) as ctx:
+        return {"logits": np.stack([libllama.prefill(ctx, t, chosen.n_batch) for t in texts])}
+
+
 def job_layers(
     path: str,
     rows: list[list[int]],
@@ -132,14 +139,15 @@ def job_serve(
     path: str,
     draft: str | None,
     prompts: list[dict[str, Any]],
+    width: int,
     ban_end: bool = False,
     **options: int,
 ) -> Arrays:
     """Requests (see rounds.serve) answered by libdflash2, n_seq_max at a time.
 
     With ban_end end-of-generation tokens are never sampled, as the pin's ``ignore_eos`` has it.
-    tokens [n_requests, longest answer], -1 behind the end; per round: prompt (number of the
-    request), before, drafted, accepted.
+    tokens [n_requests, width], -1 behind the end; per round: prompt (number of the request),
+    before, drafted, accepted.
     """
     from tests.oracle import rounds
 
@@ -150,9 +158,8 @@ def job_serve(
         banned = libllama.end_tokens(target) if ban_end else []
         records = rounds.serve(session, prompts, options.get("n_seq_max", 1), banned)
         failures = rounds.failures(session)
-    longest = max(len(record.tokens) for record in records)
     for record in records:
-        record.tokens += [-1] * (longest - len(record.tokens))
+        record.tokens += [-1] * (width - len(record.tokens))
     return rounds.arrays(records) | {"failures": np.array([failures])}
 
 
@@ -178,6 +185,7 @@ def job_tokenize(path: str, texts: list[str]) -> Arrays:
 
 JOBS: dict[str, Callable[..., Arrays]] = {
     "greedy": job_greedy,
+    "last_logits": job_last_logits,
     "layers": job_layers,
     "noise": job_noise,
     "publishes": job_publishes,
