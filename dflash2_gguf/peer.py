@@ -26,7 +26,10 @@ _ANSWER_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """What to start: ``draft_max`` 0 decodes plainly, else with the pin's own DFlash 2 drafting."""
+    """What to start: ``draft_max`` 0 decodes plainly, else with the pin's own DFlash 2 drafting.
+
+    ``n_slots`` requests are answered at once and share ``n_ctx``.
+    """
 
     program: Path
     target: Path
@@ -34,6 +37,7 @@ class PeerOptions:
     draft_max: int = 0
     n_ctx: int = 4096
     n_threads: int = 1
+    n_slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def peer_server(options: PeerOptions) -> Iterator[PeerServer]:
 
 def _command(options: PeerOptions, port: int) -> list[str]:
     words = [str(options.program), "-m", str(options.target), "-c", str(options.n_ctx)]
-    words += ["-t", str(options.n_threads), "-tb", str(options.n_threads), "-np", "1"]
+    words += ["-t", str(options.n_threads), "-tb", str(options.n_threads)]
+    words += ["-np", str(options.n_slots)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
     if options.draft is not None and options.draft_max:
         words += ["-md", str(options.draft), "--spec-type", "draft-dflash"]
