@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,3 +84,28 @@ def test_snapshots_are_those_of_states_one_per_drafted_token(pair: Pair) -> None
     assert (few.target_snapshots > 0) is (pair.name in STATES)
     assert many.target_snapshots == 3 * few.target_snapshots
     assert many.target_cache == few.target_cache
+
+
+_PEAK = """
+import resource, sys
+from dflash2_gguf import Session
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+target, draft = sys.argv[1:]
+Session.plan(target, draft, n_ctx=512)
+before = peak()
+memory = Session.plan(target, draft, n_ctx=512, n_parallel=64).memory
+print(peak() - before, memory.target_cache + memory.target_snapshots)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit elsewhere")
+@pytest.mark.parametrize("pair", ["qwen35-dense", "nemotron_h-dense"], indirect=True)
+def test_planning_does_not_take_the_memory_it_counts(pair: Pair) -> None:
+    command = [sys.executable, "-c", _PEAK, str(pair.target), str(pair.draft)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    taken, counted = map(int, done.stdout.split())
+    assert counted > 64 * 2**20
+    assert taken < counted / 4
