@@ -205,6 +205,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dflash2_session_seq_restore": (_I32, (_POINTER, _I32, ctypes.c_char_p, ctypes.c_size_t)),
     "dflash2_session_seq_tokens": (_I32, (_POINTER, _I32, ctypes.POINTER(ctypes.POINTER(_I32)))),
     "dflash2_session_seq_n_past": (_I32, (_POINTER, _I32)),
+    "dflash2_session_seq_logits": (
+        _I32,
+        (_POINTER, _I32, ctypes.POINTER(ctypes.POINTER(ctypes.c_float))),
+    ),
+    "dflash2_session_seq_stats": (_I32, (_POINTER, _I32, ctypes.POINTER(StatsStruct))),
     "dflash2_session_stats": (None, (_POINTER, ctypes.POINTER(StatsStruct))),
     "dflash2_session_stats_reset": (None, (_POINTER,)),
     "dflash2_session_memory": (None, (_POINTER, ctypes.POINTER(MemoryStruct))),

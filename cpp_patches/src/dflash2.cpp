@@ -171,6 +171,26 @@ int32_t dflash2_session_seq_n_past(const dflash2_session * session, llama_seq_id
     return dflash2_guard([&] { return require(const_cast<dflash2_session *>(session)).seq_n_past(seq_id); });
 }
 
+int32_t dflash2_session_seq_logits(const dflash2_session * session, llama_seq_id seq_id, const float ** logits) {
+    return dflash2_guard([&]() -> int32_t {
+        if (logits == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "logits are required");
+        }
+        *logits = require(const_cast<dflash2_session *>(session)).seq_logits(seq_id);
+        return DFLASH2_OK;
+    });
+}
+
+int32_t dflash2_session_seq_stats(const dflash2_session * session, llama_seq_id seq_id, dflash2_stats * stats) {
+    return dflash2_guard([&]() -> int32_t {
+        if (stats == nullptr) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "stats are required");
+        }
+        *stats = require(const_cast<dflash2_session *>(session)).seq_stats(seq_id);
+        return DFLASH2_OK;
+    });
+}
+
 void dflash2_session_stats(const dflash2_session * session, dflash2_stats * stats) {
     if (session != nullptr && stats != nullptr) {
         *stats = session->stats;

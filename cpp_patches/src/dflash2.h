@@ -302,6 +302,16 @@ DFLASH2_API int32_t dflash2_session_seq_tokens(const struct dflash2_session * se
 // tokens of seq_id that the target has evaluated
 DFLASH2_API int32_t dflash2_session_seq_n_past(const struct dflash2_session * session, llama_seq_id seq_id);
 
+// Logits [n_vocab] that the last token of seq_id was chosen from in the last step, until the next call on the session.
+DFLASH2_API int32_t dflash2_session_seq_logits(const struct dflash2_session * session,
+                                               llama_seq_id                   seq_id,
+                                               const float **                 logits);
+
+// The counters of seq_id alone, since its begin. It has its share of the time that sequences spend together.
+DFLASH2_API int32_t dflash2_session_seq_stats(const struct dflash2_session * session,
+                                              llama_seq_id                   seq_id,
+                                              struct dflash2_stats *         stats);
+
 DFLASH2_API void dflash2_session_stats(const struct dflash2_session * session, struct dflash2_stats * stats);
 DFLASH2_API void dflash2_session_stats_reset(struct dflash2_session * session);
 DFLASH2_API void dflash2_session_memory(const struct dflash2_session * session, struct dflash2_memory * memory);

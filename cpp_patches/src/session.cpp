@@ -154,6 +154,8 @@ int32_t dflash2_session::seq_begin(llama_seq_id               seq_id,
     seq.n_predicted = 0;
     seq.replays     = false;
     seq.active      = params.n_predict != 0;
+    seq.stats       = {};
+    seq.stats.n_prompt_reused += seq.n_past;
     stats.n_prompt_reused += seq.n_past;
     return seq.n_past;
 }
@@ -176,6 +178,15 @@ bool dflash2_session::is_stop(const sequence & seq, llama_token token) const {
     }
     const auto & stop = seq.request.stop;
     return std::find(stop.begin(), stop.end(), token) != stop.end();
+}
+
+const float * dflash2_session::seq_logits(llama_seq_id seq_id) const {
+    const sequence & seq = checked(seq_id);
+    if (seq.chosen < 0) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                            dflash2_format("the last step chose no token of sequence %d", seq_id));
+    }
+    return target_->logits(seq.chosen);
 }
 
 void dflash2_session::draft_view(llama_seq_id seq_id, dflash2_draft_view & view) const {

@@ -56,6 +56,10 @@ struct dflash2_session {
 
     int32_t seq_n_past(llama_seq_id seq_id) const { return checked(seq_id).n_past; }
 
+    const dflash2_stats & seq_stats(llama_seq_id seq_id) const { return checked(seq_id).stats; }
+
+    const float * seq_logits(llama_seq_id seq_id) const;
+
     const std::vector<llama_token> & seq_tokens(llama_seq_id seq_id) const { return checked(seq_id).tokens; }
 
     dflash2_stats stats = {};
@@ -72,6 +76,7 @@ struct dflash2_session {
         dflash2_request                        request;
         std::vector<llama_token>               tokens;
         std::unique_ptr<dflash2_verifier_rule> rule;
+        dflash2_stats                          stats = {};  // since it began
 
         // exact mode: the first n_plain rows of the cache are those of plain decoding, the others were evaluated with up
         // to n_company rows at once. A sequence that replays evaluates them again, to decide what the logits it doubted
@@ -85,6 +90,7 @@ struct dflash2_session {
         int32_t                  row    = -1;     // first row in the target's batch
         int32_t                  n_rows = 0;
         bool                     judged = false;  // the rows end with the last known token
+        int32_t                  chosen = -1;     // row that the last produced token was chosen from
         dflash2_path             path;
         std::vector<llama_token> produced;
 
@@ -125,7 +131,6 @@ struct dflash2_session {
     void         recover();
     void         advance(llama_seq_id seq_id, sequence & seq, dflash2_step_result & result);
     void         accept(llama_seq_id seq_id, sequence & seq, dflash2_step_result & result);
-    void         count(const sequence & seq, int32_t n_accepted);
     void         replay(llama_seq_id seq_id, sequence & seq, const float * doubted);
     void         keep_features(sequence & seq, int32_t n_keep);
     void         inject(sequence & seq);
@@ -153,6 +158,7 @@ struct dflash2_session {
         int32_t n_auto      = 0;      // generating sequences whose width is automatic
         int32_t n_blocks    = 0;      // drafted
         int32_t n_sequences = 0;      // in the target's batch
+        bool    reads       = false;  // some of it is prompts
         double  us_draft    = 0.0;    // draft pass and injection
         bool    mixed       = false;  // reads prompts too: says nothing about the cost of a round
     } round_;

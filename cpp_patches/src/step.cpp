@@ -9,14 +9,20 @@ static int64_t now_us() {
     return llama_time_us();
 }
 
-// adds the time it lives to a counter
+// adds the time it lives to a counter of the session and to one of a sequence
 struct scoped_timer {
-    explicit scoped_timer(uint64_t & counter) : total(counter), start(now_us()) {}
+    scoped_timer(uint64_t & a, uint64_t & b) : a_(a), b_(b), start_(now_us()) {}
 
-    ~scoped_timer() { total += now_us() - start; }
+    ~scoped_timer() {
+        const uint64_t us = now_us() - start_;
+        a_ += us;
+        b_ += us;
+    }
 
-    uint64_t & total;
-    int64_t    start;
+  private:
+    uint64_t & a_;
+    uint64_t & b_;
+    int64_t    start_;
 };
 
 //
@@ -52,6 +58,9 @@ int32_t dflash2_session::plan_round() {
     }
     const int32_t width = width_.plan(costs_, n_past, n_generating);
     ++stats.rounds_by_reason[width_.last_reason()];
+    for (sequence & seq : sequences_) {
+        seq.stats.rounds_by_reason[width_.last_reason()] += seq.generates() && seq.request.params.n_draft_max < 0;
+    }
     return width;
 }
 
@@ -81,20 +90,25 @@ void dflash2_session::draft_all() {
     }
     std::vector<dflash2_lattice> lattices;
     dflash2_draft_failure        failure;
-    bool                         ok;
-    {
-        scoped_timer timer(stats.t_draft_us);
-        ok = draft_->draft(blocks, n, lattices, failure);
-    }
-    if (!ok) {
-        stats.draft_failures[failure] += blocks.size();
-        return;
-    }
-    ++stats.n_draft_passes;
+    const int64_t                start_draft = now_us();
+    const bool                   ok          = draft_->draft(blocks, n, lattices, failure);
+    const uint64_t               us          = now_us() - start_draft;
+    stats.t_draft_us += us;
+    stats.n_draft_passes += ok;
     for (size_t i = 0; i < blocks.size(); ++i) {
         sequence & seq = sequences_[blocks[i].seq_id];
-        seq.lattice    = std::move(lattices[i]);
+        seq.stats.t_draft_us += us / blocks.size();
+        seq.stats.n_draft_passes += ok;
+        if (!ok) {
+            ++stats.draft_failures[failure];
+            ++seq.stats.draft_failures[failure];
+            continue;
+        }
+        seq.lattice = std::move(lattices[i]);
         seq.rule->walk(seq.lattice, std::min(n, width_limit(seq)), (llama_pos) seq.tokens.size(), seq.path);
+    }
+    if (!ok) {
+        return;
     }
     round_.n_blocks = (int32_t) blocks.size();
     round_.us_draft = (double) (now_us() - start);
@@ -180,6 +194,7 @@ void dflash2_session::add_rows(llama_seq_id seq_id, sequence & seq, int32_t n) {
     seq.row    = target_->n_rows();
     seq.n_rows = n;
     seq.judged = n == seq.n_pending();
+    round_.reads |= seq.n_pending() > 1 && !seq.replays;
     for (int32_t i = 0; i < n; ++i) {
         target_->add(seq_id, seq.tokens[seq.n_past + i], seq.n_past + i, seq.judged && i == n - 1);
     }
@@ -221,12 +236,18 @@ void dflash2_session::fill_shared_batch() {
 }
 
 void dflash2_session::evaluate() {
-    const bool   reads_prompt = std::any_of(sequences_.begin(), sequences_.end(), [](const sequence & seq) {
-        return seq.n_rows > 0 && seq.n_pending() > 1 && !seq.replays;
-    });
-    scoped_timer timer(reads_prompt ? stats.t_prompt_us : stats.t_verify_us);
+    const int64_t start = now_us();
     target_->evaluate();
     llama_synchronize(target_->context());
+
+    // sequences share the time of a batch by their rows
+    const uint64_t us     = now_us() - start;
+    const int32_t  n_rows = target_->n_rows();
+    (round_.reads ? stats.t_prompt_us : stats.t_verify_us) += us;
+    for (sequence & seq : sequences_) {
+        const bool reads = seq.n_pending() > 1 && !seq.replays;
+        (reads ? seq.stats.t_prompt_us : seq.stats.t_verify_us) += us * seq.n_rows / n_rows;
+    }
 }
 
 // After a failed evaluation: a target that lost its place evaluates the sequence anew.
@@ -275,29 +296,28 @@ void dflash2_session::inject(sequence & seq) {
     if (seq.pending.n_rows == 0) {
         return;
     }
-    scoped_timer timer(stats.t_inject_us);
+    scoped_timer timer(stats.t_inject_us, seq.stats.t_inject_us);
     seq.pending.seq_id = (llama_seq_id) (&seq - sequences_.data());
-    if (draft_->inject(seq.pending)) {
-        stats.n_injected += seq.pending.n_rows;
-    } else {
-        ++stats.draft_failures[DFLASH2_DRAFT_FAILURE_COMPUTE];
+    const bool ok      = draft_->inject(seq.pending);
+    for (dflash2_stats * counters : { &stats, &seq.stats }) {
+        counters->n_injected += ok ? seq.pending.n_rows : 0;
+        counters->draft_failures[DFLASH2_DRAFT_FAILURE_COMPUTE] += !ok;
     }
     seq.pending.clear();
 }
 
-void dflash2_session::count(const sequence & seq, int32_t n_accepted) {
-    const int32_t n_drafted = (int32_t) seq.path.tokens.size();
+// A judged sequence: n_drafted tokens were proposed, n_accepted kept, n_produced came out.
+static void count(dflash2_stats & stats, bool is_round, int32_t n_drafted, int32_t n_accepted, size_t n_produced) {
     for (int32_t i = 0; i < std::min(n_drafted, DFLASH2_MAX_DRAFT); ++i) {
         ++stats.drafted_at[i];
         stats.accepted_at[i] += i < n_accepted;
     }
-    const bool is_round = seq.n_pending() == 1;
     stats.n_steps += is_round;
     stats.verified_width[std::min(n_drafted, DFLASH2_MAX_DRAFT)] += is_round;
-    stats.n_prompt_sampled += is_round ? 0 : seq.produced.size();
+    stats.n_prompt_sampled += is_round ? 0 : n_produced;
     stats.n_drafted += n_drafted;
     stats.n_accepted += n_accepted;
-    stats.n_generated += seq.produced.size();
+    stats.n_generated += n_produced;
 }
 
 // Goes back to where the target's cache is that of plain decoding, to evaluate from there what is known. The drafter's
@@ -310,6 +330,7 @@ void dflash2_session::replay(llama_seq_id seq_id, sequence & seq, const float * 
     rewind(seq_id, seq, target_->can_continue_at(seq_id, seq.n_plain) ? seq.n_plain : 0);
     seq.replays = true;
     ++stats.n_doubts;
+    ++seq.stats.n_doubts;
 }
 
 void dflash2_session::accept(llama_seq_id seq_id, sequence & seq, dflash2_step_result & result) {
@@ -327,14 +348,17 @@ void dflash2_session::accept(llama_seq_id seq_id, sequence & seq, dflash2_step_r
     }
     dflash2_verdict verdict;
     {
-        scoped_timer timer(stats.t_sample_us);
+        scoped_timer timer(stats.t_sample_us, seq.stats.t_sample_us);
         verdict = seq.rule->accept([&](int32_t i) { return target_->logits(row + i); }, (llama_pos) seq.tokens.size(),
                                    seq.path, [&](llama_token token) { return is_stop(seq, token); },
                                    params_.exact && !plain ? noise_.bound(seq.n_company) : 0.0, seq.produced);
     }
     result.n_accepted         = verdict.n_accepted;
     const int32_t n_evaluated = seq.n_rows - n_drafted + result.n_accepted;
-    count(seq, result.n_accepted);
+    seq.chosen                = row + result.n_accepted;
+    for (dflash2_stats * counters : { &stats, &seq.stats }) {
+        count(*counters, seq.n_pending() == 1, n_drafted, result.n_accepted, seq.produced.size());
+    }
 
     if (draft_ && !replayed) {
         keep_features(seq, n_evaluated);
@@ -375,10 +399,9 @@ void dflash2_session::advance(llama_seq_id seq_id, sequence & seq, dflash2_step_
     result           = {};
     result.seq_id    = seq_id;
     result.n_drafted = (int32_t) seq.path.tokens.size();
-    if (seq.replays) {
-        stats.n_replayed += seq.n_rows;
-    } else if (seq.n_pending() > 1) {
-        stats.n_prompt += seq.n_rows;
+    for (dflash2_stats * counters : { &stats, &seq.stats }) {
+        counters->n_replayed += seq.replays ? seq.n_rows : 0;
+        counters->n_prompt += !seq.replays && seq.n_pending() > 1 ? seq.n_rows : 0;
     }
     if (seq.judged) {
         accept(seq_id, seq, result);
@@ -401,6 +424,7 @@ int32_t dflash2_session::step(dflash2_step_result * results) {
     for (sequence & seq : sequences_) {
         seq.n_rows = 0;
         seq.judged = false;
+        seq.chosen = -1;
         seq.path.clear();
         seq.produced.clear();
     }
