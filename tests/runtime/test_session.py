@@ -12,6 +12,7 @@ import pytest
 from dflash2_gguf import Generation, SamplingParams, Session, models
 from dflash2_gguf.errors import CheckpointError, NativeError, PairError, UsageError
 from dflash2_gguf.generate import collect
+from dflash2_gguf.machine import Free
 
 pytestmark = pytest.mark.native
 
@@ -315,14 +316,16 @@ def test_a_target_as_drafter_is_refused(target_gguf: Path) -> None:
 def test_a_context_that_cannot_fit_into_memory_is_refused_before_it_is_taken(
     target_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "_available_bytes", lambda _path: 2**30)
+    monkeypatch.setattr(models, "free_memory", lambda: Free(host=2**30))
     with pytest.raises(NativeError, match=r"need 1\.\d GiB, 1\.0 GiB are free") as caught:
         Session(target_gguf, n_ctx=2**16)
     assert caught.value.hint is not None
     assert "--ctx-size" in caught.value.hint
 
 
-@pytest.mark.parametrize("option", ["n_ctx", "n_batch", "n_ubatch", "n_threads", "draft_max"])
+@pytest.mark.parametrize(
+    "option", ["n_ctx", "n_batch", "n_ubatch", "n_threads", "draft_max", "n_gpu_layers"]
+)
 def test_an_option_out_of_range_is_refused_by_name(target_gguf: Path, option: str) -> None:
     with pytest.raises(UsageError, match=f"{option} is -1"):
         Session(target_gguf, **{option: -1})  # type: ignore[arg-type]
