@@ -42,7 +42,7 @@ __all__ = [
 
 _DEFAULT_CTX = 8192
 _RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED
-_SEQ = 0
+_MAX_PARALLEL = 64
 # fields that SamplingParams and struct dflash2_seq_params call the same
 _SAME_NAME = (
     "typical_p",
@@ -69,6 +69,8 @@ class EngineOptions:
     n_threads: None is the number of physical cores this process may use.
     draft_max: drafted tokens per round; None is as many as pay, 0 drafts never.
     n_gpu_layers: layers of the target that go to the GPU; None is all, if there is a GPU.
+    n_parallel: sequences held at once, each with a context of its own.
+    exact: the very tokens of decoding without a drafter; rounding cannot turn a decision.
 
     Raises UsageError for a value out of range.
     """
@@ -79,6 +81,8 @@ class EngineOptions:
     n_threads: int | None = None
     draft_max: int | None = None
     n_gpu_layers: int | None = None
+    n_parallel: int = 1
+    exact: bool = False
 
     def __post_init__(self) -> None:
         limits = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 1, "n_threads": 1}
@@ -87,6 +91,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and not low <= value < 2**31:
                 raise UsageError(f"{name} is {value}", f"it can be {low} or more")
+        if not 1 <= self.n_parallel <= _MAX_PARALLEL:
+            raise UsageError(f"n_parallel is {self.n_parallel}", f"it can be 1 to {_MAX_PARALLEL}")
 
 
 @dataclass(frozen=True)
@@ -128,48 +134,78 @@ class Engine:
         self.vocab = Vocab(self._target.handle or 0)
         self.n_ctx: int = self._api.dflash2.dflash2_session_n_ctx(self._handle)
         self.draft_max: int = self._api.dflash2.dflash2_session_n_draft_max(self._handle)
+        self.n_parallel = options.n_parallel
 
     def begin(
         self,
+        seq: int,
         tokens: Sequence[int],
         sampling: SamplingParams,
         *,
         max_tokens: int | None,
         draft_max: int | None,
     ) -> int:
-        """Start on this whole prompt; number of tokens that the caches already hold."""
+        """Start a sequence on this whole prompt; number of tokens that its caches already hold."""
         params = _seq_params(self._api.dflash2.dflash2_seq_default_params(), sampling)
         params.n_predict = -1 if max_tokens is None else max_tokens
         wanted = self._options.draft_max if draft_max is None else draft_max
         params.n_draft_max = -1 if wanted is None else wanted
         ids = (ctypes.c_int32 * len(tokens))(*tokens)
         status = self._api.dflash2.dflash2_session_seq_begin(
-            self._handle, _SEQ, ids, len(tokens), ctypes.byref(params)
+            self._handle, seq, ids, len(tokens), ctypes.byref(params)
         )
         return check(status, "dflash2_session_seq_begin")
 
-    def step(self) -> Step:
-        """Advance by a chunk of the prompt or one round; AbortedError after ``abort``."""
-        result = StepResult()
-        status = self._api.dflash2.dflash2_session_step(self._handle, ctypes.byref(result))
+    def step(self) -> list[tuple[int, Step]]:
+        """Advance sequences by a chunk of their prompt or a round; AbortedError after ``abort``."""
+        results = (StepResult * self.n_parallel)()
+        status = self._api.dflash2.dflash2_session_step(self._handle, results)
         if status == ABORTED:
             raise AbortedError
         if check(status, "dflash2_session_step") == 0:
             raise NativeError("dflash2_session_step has no active sequence")
-        return Step(
-            tokens=tuple(result.tokens[: result.n_tokens]),
-            n_accepted=result.n_accepted,
-            n_prompt_left=result.n_prompt_left,
-            finish=FINISH_REASONS[result.finish],
-        )
+        return [(result.seq_id, _step_from(result)) for result in results[:status]]
 
-    def end(self) -> None:
+    def end(self, seq: int) -> None:
         """Stop producing; the caches stay for the next ``begin``."""
-        check(self._api.dflash2.dflash2_session_seq_end(self._handle, _SEQ), "seq_end")
+        check(self._api.dflash2.dflash2_session_seq_end(self._handle, seq), "seq_end")
 
-    def clear(self) -> None:
-        """Forget the sequence and its caches."""
-        check(self._api.dflash2.dflash2_session_seq_clear(self._handle, _SEQ), "seq_clear")
+    def clear(self, seq: int) -> None:
+        """Forget a sequence and its caches."""
+        check(self._api.dflash2.dflash2_session_seq_clear(self._handle, seq), "seq_clear")
+
+    def is_active(self, seq: int) -> bool:
+        """Is the sequence still to produce tokens?"""
+        status = self._api.dflash2.dflash2_session_seq_is_active(self._handle, seq)
+        return check(status, "dflash2_session_seq_is_active") > 0
+
+    def tokens(self, seq: int) -> list[int]:
+        """All tokens known of a sequence."""
+        ids = ctypes.POINTER(ctypes.c_int32)()
+        status = self._api.dflash2.dflash2_session_seq_tokens(self._handle, seq, ctypes.byref(ids))
+        count = check(status, "dflash2_session_seq_tokens")
+        return list(ids[:count]) if count else []
+
+    def logits(self, seq: int, tokens: Sequence[int]) -> list[float]:
+        """Logits of ``tokens`` where the last step chose the last token of a sequence."""
+        row = ctypes.POINTER(ctypes.c_float)()
+        status = self._api.dflash2.dflash2_session_seq_logits(self._handle, seq, ctypes.byref(row))
+        check(status, "dflash2_session_seq_logits")
+        return [row[token] for token in tokens]
+
+    def save(self, seq: int) -> bytes:
+        """A sequence with its caches as bytes, see ``dflash2_session_seq_save``."""
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        status = self._api.dflash2.dflash2_session_seq_save(
+            self._handle, seq, ctypes.byref(data), ctypes.byref(size)
+        )
+        check(status, "dflash2_session_seq_save")
+        return ctypes.string_at(data.value or 0, size.value)
+
+    def restore(self, seq: int, data: bytes) -> None:
+        """Replace a sequence by a saved one; StateError for data that cannot be used."""
+        status = self._api.dflash2.dflash2_session_seq_restore(self._handle, seq, data, len(data))
+        check(status, "dflash2_session_seq_restore")
 
     def abort(self) -> None:
         """Make the step in progress, or the next one, raise AbortedError soon. Any thread."""
@@ -179,6 +215,13 @@ class Engine:
         """Counters since the session exists."""
         raw = StatsStruct()
         self._api.dflash2.dflash2_session_stats(self._handle, ctypes.byref(raw))
+        return _stats_from(raw)
+
+    def seq_stats(self, seq: int) -> Stats:
+        """Counters of one sequence since its ``begin``."""
+        raw = StatsStruct()
+        status = self._api.dflash2.dflash2_session_seq_stats(self._handle, seq, ctypes.byref(raw))
+        check(status, "dflash2_session_seq_stats")
         return _stats_from(raw)
 
     def memory(self) -> Memory:
@@ -247,10 +290,20 @@ def session_params(options: EngineOptions) -> SessionParams:
     params.n_ctx = _DEFAULT_CTX if options.n_ctx is None else options.n_ctx
     params.n_batch = options.n_batch
     params.n_ubatch = min(options.n_ubatch, options.n_batch)
-    params.n_seq_max = 1
+    params.n_seq_max = options.n_parallel
+    params.exact = options.exact
     params.n_draft_max = -1 if options.draft_max is None else options.draft_max
     params.n_threads = physical_cores() if options.n_threads is None else options.n_threads
     return params
+
+
+def _step_from(result: StepResult) -> Step:
+    return Step(
+        tokens=tuple(result.tokens[: result.n_tokens]),
+        n_accepted=result.n_accepted,
+        n_prompt_left=result.n_prompt_left,
+        finish=FINISH_REASONS[result.finish],
+    )
 
 
 def _seq_params(params: SeqParams, sampling: SamplingParams) -> SeqParams:
@@ -287,6 +340,9 @@ def _stats_from(raw: StatsStruct) -> Stats:
         "n_drafted",
         "n_accepted",
         "n_prompt_sampled",
+        "n_doubts",
+        "n_replayed",
+        "noise",
     )
     times = ("prompt", "inject", "draft", "verify", "sample")
     return Stats(

@@ -12,6 +12,7 @@ __all__ = [
     "NativeError",
     "OutputError",
     "PairError",
+    "StateError",
     "UsageError",
 ]
 
@@ -39,6 +40,10 @@ class CheckpointError(DFlash2Error):
 
 class PairError(DFlash2Error):
     """Target and drafter do not belong together, or the target cannot feed this drafter."""
+
+
+class StateError(DFlash2Error):
+    """A saved state is damaged, or of another model, build or kind of cache."""
 
 
 class OutputError(DFlash2Error):

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dflash2_gguf.errors import DFlash2Error, NativeError, PairError, UsageError
+from dflash2_gguf.errors import DFlash2Error, NativeError, PairError, StateError, UsageError
 from dflash2_gguf.libraries import build_hint, library_dir, load, read_build_info
 
 __all__ = [
@@ -41,7 +41,7 @@ ABI_VERSION = 3
 MAX_DRAFT = 32
 
 # enum dflash2_status
-_ARGUMENT, _PAIR, ABORTED = -1, -2, -6
+_ARGUMENT, _PAIR, ABORTED, _STATE = -1, -2, -6, -7
 
 # enum dflash2_finish
 FINISH_REASONS = (None, "stop", "length", "context")
@@ -203,6 +203,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_POINTER, _I32, ctypes.POINTER(_POINTER), ctypes.POINTER(ctypes.c_size_t)),
     ),
     "dflash2_session_seq_restore": (_I32, (_POINTER, _I32, ctypes.c_char_p, ctypes.c_size_t)),
+    "dflash2_session_seq_is_active": (_I32, (_POINTER, _I32)),
     "dflash2_session_seq_tokens": (_I32, (_POINTER, _I32, ctypes.POINTER(ctypes.POINTER(_I32)))),
     "dflash2_session_seq_n_past": (_I32, (_POINTER, _I32)),
     "dflash2_session_seq_logits": (
@@ -270,11 +271,13 @@ def check(status: int, what: str) -> int:
 
 
 def failure(status: int, what: str) -> DFlash2Error:
-    """The error for a dflash2_status: PairError, UsageError or NativeError, with the reason."""
+    """The error for a dflash2_status, with the library's reason as its message."""
     reason = api().dflash2.dflash2_last_error().decode("utf-8", errors="replace")
     message = reason or f"{what} failed with status {status}"
     if status == _PAIR:
         return PairError(message, "use another drafter, or decode plainly without one")
+    if status == _STATE:
+        return StateError(message, "restore states with the models and the build that saved them")
     return UsageError(message) if status == _ARGUMENT else NativeError(message)
 
 

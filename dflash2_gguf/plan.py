@@ -78,7 +78,6 @@ def make_plan(
     draft: Path | None,
     options: EngineOptions,
     *,
-    n_parallel: int = 1,
     fit: bool = False,
 ) -> Plan:
     """Count what a session of these options takes. Weights are not read, nothing is allocated.
@@ -89,14 +88,14 @@ def make_plan(
     """
     draft = None if options.draft_max == 0 else draft
     free = free_memory()
-    with closing(_Scale(target, draft, options, n_parallel)) as scale:
+    with closing(_Scale(target, draft, options)) as scale:
         n_ctx, layers = scale.n_ctx(), options.n_gpu_layers
         if fit:
             choices = scale.choices(offload=free.device is not None)
             n_ctx, layers = find_fit(scale.memory, _less_margin(free), choices)
         return Plan(
             n_ctx=n_ctx,
-            n_parallel=n_parallel,
+            n_parallel=options.n_parallel,
             draft_max=_draft_max(draft, options),
             n_gpu_layers=layers,
             memory=scale.memory(n_ctx, layers),
@@ -129,13 +128,10 @@ def find_fit(measure: Measure, free: Free, choices: Choices) -> tuple[int, int |
 class _Scale:
     """Weighs sessions; the models are kept open, anew only for another number of GPU layers."""
 
-    def __init__(
-        self, target: Path, draft: Path | None, options: EngineOptions, n_parallel: int
-    ) -> None:
+    def __init__(self, target: Path, draft: Path | None, options: EngineOptions) -> None:
         self._paths = target, draft
         self._options = options
         self._params = session_params(options)
-        self._params.n_seq_max = n_parallel
         self._opened = ExitStack()
         self._layers: int | None = options.n_gpu_layers
         self._target, self._draft = self._open()

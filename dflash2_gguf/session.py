@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dflash2_gguf.engine import AbortedError, Engine, EngineOptions, Step, echo_log
-from dflash2_gguf.errors import UsageError
+from dflash2_gguf.engine import Engine, EngineOptions, Step, echo_log
+from dflash2_gguf.errors import CheckpointError, OutputError, UsageError
 from dflash2_gguf.models import Progress
 from dflash2_gguf.plan import Plan, make_plan
 from dflash2_gguf.sampling import SamplingParams
+from dflash2_gguf.scheduler import Scheduler, Ticket
 from dflash2_gguf.stats import Memory, Stats
 from dflash2_gguf.streaming import TextStream
 from dflash2_gguf.templates import ChatTemplate, Message
+from dflash2_gguf.transcripts import Transcripts
 
 __all__ = ["Generation", "Session"]
 
@@ -44,9 +47,9 @@ class Generation:
 class Session:
     """A loaded target with an optional drafter; a context manager.
 
-    The caches are kept between generations: what a prompt has in common with the one before is not
-    evaluated again. Methods may be called from any thread; one generation runs at a time, others
-    wait.
+    The caches are kept between generations: what a prompt has in common with an earlier one is not
+    evaluated again. Methods may be called from any thread; up to ``n_parallel`` generations run at
+    a time, in one batch, and others wait for their turn.
 
     Raises CheckpointError, PairError or NativeError when the models cannot be loaded, UsageError
     for an option out of range.
@@ -63,6 +66,8 @@ class Session:
         n_threads: int | None = None,
         draft_max: int | None = None,
         n_gpu_layers: int | None = None,
+        n_parallel: int = 1,
+        exact: bool = False,
         fit: bool = False,
         chat_template: str | None = None,
         on_progress: Progress | None = None,
@@ -83,6 +88,8 @@ class Session:
             n_threads=n_threads,
             draft_max=draft_max,
             n_gpu_layers=n_gpu_layers,
+            n_parallel=n_parallel,
+            exact=exact,
         )
         if verbose:
             echo_log()
@@ -93,15 +100,11 @@ class Session:
         self._engine: Engine | None = Engine(
             Path(target), draft_path, options, on_progress=on_progress
         )
+        self._scheduler = Scheduler(self._engine)
         self._chat_template = chat_template
         self._template: ChatTemplate | None = None
-        self._transcript = _Transcript()
-        self._turn = threading.Lock()  # held by the generation that is open
-        self._call = threading.Lock()  # held during one native call
-        self._control = threading.Lock()  # guards the fields below; taken after _call, if both
-        self._owner: int | None = None
-        self._active = False
-        self._cancelled = False
+        self._control = threading.Lock()  # guards the tokenizer's model and the transcripts
+        self._transcripts = Transcripts(n_parallel)
 
     @staticmethod
     def plan(
@@ -127,9 +130,10 @@ class Session:
             n_ubatch=n_ubatch,
             draft_max=draft_max,
             n_gpu_layers=n_gpu_layers,
+            n_parallel=n_parallel,
         )
         draft_path = None if draft is None else Path(draft)
-        return make_plan(Path(target), draft_path, options, n_parallel=n_parallel, fit=fit)
+        return make_plan(Path(target), draft_path, options, fit=fit)
 
     @property
     def n_ctx(self) -> int:
@@ -144,13 +148,13 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Counters since the session was opened; waits for the step in progress."""
-        with self._call:
+        with self._scheduler.engine(urgent=True):
             return self._open_engine().stats()
 
     @property
     def memory(self) -> Memory:
         """Bytes in use, per part; waits for the step in progress."""
-        with self._call:
+        with self._scheduler.engine(urgent=True):
             return self._open_engine().memory()
 
     def tokenize(
@@ -171,7 +175,7 @@ class Session:
     ) -> list[int]:
         """The prompt that ``chat`` would evaluate for ``messages``, as token ids."""
         text = self._chat_prompt(messages, template_options or {})
-        return self._tokenize_rendered(text, first=True)
+        return self._tokenize_rendered(text, True)
 
     def generate(
         self,
@@ -195,14 +199,19 @@ class Session:
         _require_prompt(tokens, engine.n_ctx)
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}", "it can be 1 or more")
-        request = _Request(
-            tokens=tokens,
-            max_tokens=max_tokens,
-            sampling=sampling or SamplingParams(),
-            stream=TextStream((stop,) if isinstance(stop, str) else stop),
-            draft_max=_draft_limit(draft),
-        )
-        return self._run(request)
+        limit = _draft_limit(draft)
+
+        def begin(seq: int) -> None:
+            engine.begin(
+                seq,
+                tokens,
+                sampling or SamplingParams(),
+                max_tokens=max_tokens,
+                draft_max=limit,
+            )
+
+        stream = TextStream((stop,) if isinstance(stop, str) else stop)
+        return self._run(lambda: self._scheduler.open(tokens, begin), stream)
 
     def chat(
         self,
@@ -220,32 +229,65 @@ class Session:
         usable template, else as ``generate``.
         """
         text = self._chat_prompt(messages, template_options or {})
-        tokens = self._transcript.encode(text, self._tokenize_rendered)
+        with self._control:
+            tokens = self._transcripts.encode(text, self._tokenize_rendered)
         pieces = self.generate(
             tokens, max_tokens=max_tokens, sampling=sampling, stop=stop, draft=draft
         )
         return self._remember(text, tokens, pieces)
 
     def cancel(self) -> None:
-        """End the generation in progress, from any thread; it yields finish_reason "cancelled"."""
-        with self._control:
-            if self._active and self._engine is not None:
-                self._cancelled = True
-                self._engine.abort()
+        """End the generations in progress, from any thread; they yield "cancelled"."""
+        self._scheduler.cancel()
 
     def reset(self) -> None:
         """Forget the caches, so that the next prompt is evaluated from its first token."""
-        with self._hold_turn(), self._call:
-            self._transcript = _Transcript()
-            self._open_engine().clear()
+        self._scheduler.forget()
+        with self._control:
+            self._transcripts.clear()
+
+    def save(self) -> bytes:
+        """The sequence worked on last, as bytes: tokens, both caches, samplers and its place.
+
+        Between two pieces of a generation it is one that ``resume`` can go on with.
+        """
+        with self._scheduler.engine(urgent=True):
+            return self._open_engine().save(self._scheduler.latest)
+
+    def save_file(self, path: str | os.PathLike[str]) -> None:
+        """Write what ``save`` gives to a file, whole or not at all; OutputError if it cannot be."""
+        _write_whole(Path(path), self.save())
+
+    def restore(self, state: bytes | str | os.PathLike[str]) -> list[int]:
+        """Load a saved sequence (bytes, or a file's path); its tokens.
+
+        Prompts that begin with these tokens go on from there. A session without the drafter of the
+        one that saved, or with another, restores it too. Raises StateError for a state that is
+        damaged or of another target or build, CheckpointError for a file that cannot be read.
+        """
+        data = state if isinstance(state, bytes) else _read_file(Path(state))
+        seq = self._scheduler.restore(data)
+        with self._scheduler.engine(urgent=True):
+            engine = self._open_engine()
+            tokens = engine.tokens(seq)
+            text = engine.vocab.text(tokens)
+        with self._control:
+            self._transcripts.add(text, tokens)
+        return tokens
+
+    def resume(self, *, stop: Sequence[str] = ()) -> Generator[Generation, None, None]:
+        """Go on with the generation that ``restore`` loaded, as if it had not been interrupted.
+
+        Limits and samplers are those it began with. Raises UsageError when there is none.
+        """
+        return self._run(self._adopt, TextStream((stop,) if isinstance(stop, str) else stop))
 
     def close(self) -> None:
         """Cancel what runs and free the models; again is harmless."""
-        self.cancel()
-        with self._call, self._control:
-            engine, self._engine = self._engine, None
-            if engine is not None:
-                engine.close()
+        self._scheduler.cancel()
+        with self._control:
+            self._scheduler.shut()
+            self._engine = None
 
     def __enter__(self) -> Session:  # typing.Self needs Python 3.11
         return self
@@ -263,74 +305,38 @@ class Session:
             raise UsageError("the session is closed")
         return self._engine
 
-    @contextmanager
-    def _hold_turn(self) -> Iterator[None]:
-        if self._owner == threading.get_ident():
-            raise UsageError(
-                "a generation of this thread is still open", "exhaust its iterator or close() it"
-            )
-        with self._turn:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
+    def _adopt(self) -> Ticket:
+        with self._scheduler.engine(urgent=True):
+            seq = self._scheduler.latest
+            if not self._open_engine().is_active(seq):
+                raise UsageError("there is no unfinished generation", "restore one first")
+        return self._scheduler.adopt(seq)
 
-    @contextmanager
-    def _cancellable(self) -> Iterator[None]:
-        with self._control:
-            self._active, self._cancelled = True, False
-        try:
-            yield
-        finally:
-            with self._control:
-                self._active = False
-
-    def _run(self, request: _Request) -> Generator[Generation, None, None]:
-        with self._hold_turn(), self._cancellable():
-            with self._call:
-                engine = self._open_engine()
-                before = engine.stats()
-                engine.begin(
-                    request.tokens,
-                    request.sampling,
-                    max_tokens=request.max_tokens,
-                    draft_max=request.draft_max,
-                )
-            try:
-                yield from self._pieces(engine, request.stream, before)
-            finally:
-                with self._call:
-                    if self._engine is engine:
-                        engine.end()
-
-    def _pieces(
-        self, engine: Engine, stream: TextStream, before: Stats
+    def _run(
+        self, start: Callable[[], Ticket], stream: TextStream
     ) -> Generator[Generation, None, None]:
-        piece = Generation("")
-        while piece.finish_reason is None:
-            piece = self._piece(engine, stream)
-            if piece.finish_reason is not None:
-                stats = self._since(engine, before)
-                piece = replace(piece, text=piece.text + stream.finish(), stats=stats)
-            if piece.tokens or piece.finish_reason is not None:
-                yield piece
+        engine = self._open_engine()
+        ticket = start()
+        try:
+            piece = Generation("")
+            while piece.finish_reason is None:
+                step = self._scheduler.next(ticket)
+                piece = (
+                    Generation("", finish_reason="cancelled")
+                    if step is None
+                    else _piece_of(step, stream, engine)
+                )
+                if piece.finish_reason is not None:
+                    stats = self._stats_of(ticket)
+                    piece = replace(piece, text=piece.text + stream.finish(), stats=stats)
+                if piece.tokens or piece.finish_reason is not None:
+                    yield piece
+        finally:
+            self._scheduler.close(ticket)
 
-    def _piece(self, engine: Engine, stream: TextStream) -> Generation:
-        """The next step as a piece; one that says "cancelled" after ``cancel`` or ``close``."""
-        while not self._cancelled:
-            with self._call:
-                if self._engine is not engine:
-                    break
-                try:
-                    return _piece_of(engine.step(), stream, engine)
-                except AbortedError:
-                    continue  # _cancelled is not set: it was meant for a generation before this one
-        return Generation("", finish_reason="cancelled")
-
-    def _since(self, engine: Engine, before: Stats) -> Stats | None:
-        with self._call:
-            return engine.stats().since(before) if self._engine is engine else None
+    def _stats_of(self, ticket: Ticket) -> Stats | None:
+        with self._scheduler.engine(urgent=True) as engine:
+            return None if engine is None else engine.seq_stats(ticket.seq)
 
     def _chat_prompt(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
         if self._template is None:
@@ -342,7 +348,7 @@ class Session:
             )
         return self._template.render(messages, **options)
 
-    def _tokenize_rendered(self, text: str, *, first: bool) -> list[int]:
+    def _tokenize_rendered(self, text: str, first: bool) -> list[int]:
         """A template writes its special tokens itself; some leave BOS to the tokenizer."""
         vocab = self._open_engine().vocab
         tokens = vocab.tokenize(text, add_special=False)
@@ -363,33 +369,7 @@ class Session:
             with self._control:
                 if self._engine is not None:
                     said = self._engine.vocab.text(answered)
-                    self._transcript = _Transcript(text + said, (*tokens, *answered))
-
-
-@dataclass(frozen=True)
-class _Request:
-    tokens: Sequence[int]
-    max_tokens: int | None
-    sampling: SamplingParams
-    stream: TextStream
-    draft_max: int | None
-
-
-@dataclass(frozen=True)
-class _Transcript:
-    """A conversation's tokens as they really were, with the text they stand for.
-
-    Tokenizing an answer again may split it differently, which would make the caches useless from
-    there on. So tokens are kept as long as the next prompt begins with the same text.
-    """
-
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-
-    def encode(self, text: str, tokenize: Any) -> list[int]:
-        if self.text and text.startswith(self.text):
-            return [*self.tokens, *tokenize(text[len(self.text) :], first=False)]
-        return list(tokenize(text, first=True))
+                    self._transcripts.add(text + said, (*tokens, *answered))
 
 
 def _require_prompt(tokens: Sequence[int], n_ctx: int) -> None:
@@ -426,3 +406,25 @@ def _piece_of(step: Step, stream: TextStream, engine: Engine) -> Generation:
         from_draft=tuple(index < step.n_accepted for index in range(used)),
         finish_reason="stop" if stream.stopped else step.finish,
     )
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A temporary file next to ``path``, renamed when it is complete."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink()
+            raise
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error

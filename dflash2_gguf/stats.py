@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = ["DRAFT_FAILURES", "WIDTH_REASONS", "Memory", "Stats"]
@@ -32,6 +32,9 @@ class Stats:
     ``verified_width[n]`` steps verified n drafted tokens; ``width_reasons`` counts, where the width
     is automatic, why rounds drafted or did not: drafting pays, nothing is known yet, a probe
     whether it pays again, it does not pay, a plain step to measure again what that costs.
+    In exact mode ``n_doubts`` decisions that rounding could have turned were taken again, from
+    ``n_replayed`` tokens evaluated once more, alone; ``noise`` is the largest difference of a logit
+    that evaluating rows together was seen to make.
     """
 
     n_prompt: int = 0
@@ -53,6 +56,9 @@ class Stats:
     verify_seconds: float = 0.0
     sample_seconds: float = 0.0
     n_prompt_sampled: int = 0
+    n_doubts: int = 0
+    n_replayed: int = 0
+    noise: float = 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -98,15 +104,6 @@ class Stats:
             )
         return tuple(found)
 
-    def since(self, earlier: Stats) -> Stats:
-        """The difference to an earlier reading of the same counters."""
-        return Stats(
-            **{
-                f.name: _minus(getattr(self, f.name), getattr(earlier, f.name))
-                for f in fields(self)
-            }
-        )
-
     def as_dict(self) -> dict[str, Any]:
         """Counters, times and the derived figures, ready for JSON."""
         return asdict(self) | {
@@ -136,9 +133,7 @@ class Memory:
     @property
     def target(self) -> int:
         """Sum of the target's parts."""
-        return (
-            self.target_weights + self.target_cache + self.target_snapshots + self.target_compute
-        )
+        return self.target_weights + self.target_cache + self.target_snapshots + self.target_compute
 
     @property
     def draft(self) -> int:
@@ -154,12 +149,3 @@ class Memory:
     def host(self) -> int:
         """What lies in the host's memory, weights in mapped files included."""
         return self.total - self.device
-
-
-def _minus(now: Any, then: Any) -> Any:
-    if isinstance(now, tuple):
-        padded = then + (0,) * (len(now) - len(then))
-        return tuple(a - b for a, b in zip(now, padded, strict=True))
-    if isinstance(now, dict):
-        return {key: value - then.get(key, 0) for key, value in now.items()}
-    return now - then

@@ -156,6 +156,11 @@ int32_t dflash2_session_seq_restore(dflash2_session * session, llama_seq_id seq_
     });
 }
 
+int32_t dflash2_session_seq_is_active(const dflash2_session * session, llama_seq_id seq_id) {
+    return dflash2_guard(
+        [&]() -> int32_t { return require(const_cast<dflash2_session *>(session)).seq_is_active(seq_id); });
+}
+
 int32_t dflash2_session_seq_tokens(const dflash2_session * session, llama_seq_id seq_id, const llama_token ** tokens) {
     return dflash2_guard([&]() -> int32_t {
         if (tokens == nullptr) {

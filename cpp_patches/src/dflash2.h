@@ -294,6 +294,9 @@ DFLASH2_API int32_t dflash2_session_seq_restore(struct dflash2_session * session
                                                 const uint8_t *          data,
                                                 size_t                   size);
 
+// 1 while seq_id produces tokens, else 0
+DFLASH2_API int32_t dflash2_session_seq_is_active(const struct dflash2_session * session, llama_seq_id seq_id);
+
 // All tokens of seq_id, known to the session until the next call on it. Returns their number.
 DFLASH2_API int32_t dflash2_session_seq_tokens(const struct dflash2_session * session,
                                                llama_seq_id                   seq_id,

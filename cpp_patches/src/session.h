@@ -54,6 +54,8 @@ struct dflash2_session {
 
     int32_t n_draft_max() const { return draft_ ? draft_->n_draft_max() : 0; }
 
+    bool seq_is_active(llama_seq_id seq_id) const { return checked(seq_id).active; }
+
     int32_t seq_n_past(llama_seq_id seq_id) const { return checked(seq_id).n_past; }
 
     const dflash2_stats & seq_stats(llama_seq_id seq_id) const { return checked(seq_id).stats; }

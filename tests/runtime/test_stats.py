@@ -45,11 +45,6 @@ def test_nothing_done_gives_zeros() -> None:
     assert nothing.acceptance_length == nothing.acceptance_rate == nothing.tokens_per_second == 0
 
 
-def test_since_subtracts_every_counter() -> None:
-    assert _stats().since(_stats()) == Stats(accepted_at=(0, 0, 0), drafted_at=(0, 0, 0))
-    assert _stats().since(Stats()) == _stats()
-
-
 def test_as_dict_is_json_with_derived_figures() -> None:
     shown = json.loads(json.dumps(_stats().as_dict()))
     assert shown["n_generated"] == 21
