@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dflash2_gguf.native import (
-    LogitBias,
     SeqParams,
     SessionParams,
     StatsStruct,
@@ -88,20 +86,12 @@ def record(
     return records
 
 
-def serve(
-    session: int,
-    requests: Sequence[Mapping[str, Any]],
-    together: int,
-    banned: Sequence[int] = (),
-) -> list[Record]:
+def serve(session: int, requests: Sequence[Mapping[str, Any]], together: int) -> list[Record]:
     """Answer requests, ``together`` at a time; whoever ends makes room for the next.
 
     A request is the token ids of a "prompt" and fields of dflash2_seq_params. Neighbours with the
-    same prompt follow each other in one sequence, which reads it once. banned tokens are never
-    sampled.
+    same prompt follow each other in one sequence, which reads it once.
     """
-    bias = (LogitBias * len(banned))(*((token, -math.inf) for token in banned))
-    shared = {"logit_bias": bias, "n_logit_bias": len(banned)} if banned else {}
     records = [Record() for _ in requests]
     runs = groupby(range(len(requests)), key=lambda number: requests[number]["prompt"])
     waiting = iter([list(numbers) for _, numbers in runs])
@@ -109,8 +99,11 @@ def serve(
 
     def begin(sequence: int) -> None:
         if todo[sequence]:
-            options = {**requests[todo[sequence][0]], **shared}
-            _begin(session, sequence, options.pop("prompt"), options)
+            options = dict(requests[todo[sequence][0]])
+            prompt = options.pop("prompt")
+            # where only the last token is left to read, the first step would draft already
+            _begin(session, sequence, prompt[:-1] or prompt, options)
+            _begin(session, sequence, prompt, options)
 
     for sequence in todo:
         begin(sequence)

@@ -140,12 +140,10 @@ def job_serve(
     draft: str | None,
     prompts: list[dict[str, Any]],
     width: int,
-    ban_end: bool = False,
     **options: int,
 ) -> Arrays:
     """Requests (see rounds.serve) answered by libdflash2, n_seq_max at a time.
 
-    With ban_end end-of-generation tokens are never sampled, as the pin's ``ignore_eos`` has it.
     tokens [n_requests, width], -1 behind the end; per round: prompt (number of the request),
     before, drafted, accepted.
     """
@@ -155,12 +153,17 @@ def job_serve(
         target = stack.enter_context(libllama.model(path))
         drafter = stack.enter_context(libllama.model(draft)) if draft else None
         session = stack.enter_context(rounds.native_session(target, drafter, **options))
-        banned = libllama.end_tokens(target) if ban_end else []
-        records = rounds.serve(session, prompts, options.get("n_seq_max", 1), banned)
+        records = rounds.serve(session, prompts, options.get("n_seq_max", 1))
         failures = rounds.failures(session)
     for record in records:
         record.tokens += [-1] * (width - len(record.tokens))
     return rounds.arrays(records) | {"failures": np.array([failures])}
+
+
+def job_end_tokens(path: str) -> Arrays:
+    """Ids of the tokens that end a generation."""
+    with libllama.model(path) as model:
+        return {"ids": np.array(libllama.end_tokens(model))}
 
 
 def job_publishes(path: str, layers: list[int]) -> Arrays:
@@ -184,6 +187,7 @@ def job_tokenize(path: str, texts: list[str]) -> Arrays:
 
 
 JOBS: dict[str, Callable[..., Arrays]] = {
+    "end_tokens": job_end_tokens,
     "greedy": job_greedy,
     "last_logits": job_last_logits,
     "layers": job_layers,
