@@ -21,6 +21,9 @@ __all__ = ["Choices", "Measure", "Plan", "find_fit", "make_plan"]
 
 _STEP = 256  # llama.cpp rounds contexts up to multiples of it
 _SMALLEST = 512  # a chat of a few turns
+_USUAL = (
+    4096  # llama.cpp's --fit-ctx: below it layers leave the GPU rather than the context shrinks
+)
 # what else runs will need more later: llama.cpp's --fit-target, less where memory is little
 _MARGIN = 2**30
 
@@ -104,15 +107,14 @@ def make_plan(
 
 
 def find_fit(measure: Measure, free: Free, choices: Choices) -> tuple[int, int | None]:
-    """The most GPU layers that leave room for the smallest context, then the largest context.
+    """The most GPU layers that leave room for 4096 tokens, then the largest context.
 
     Raises NativeError with both numbers when not even the smallest context fits.
     """
     layers = choices.n_layers
     if layers is not None:
-        layers = _largest(
-            range(layers + 1), lambda n: _fits_device(measure(choices.smallest, n), free)
-        )
+        usual = max(choices.smallest, min(_USUAL, choices.largest))
+        layers = _largest(range(layers + 1), lambda n: _fits_device(measure(usual, n), free))
     lack = _shortage(measure(choices.smallest, layers), free)
     if lack is not None:
         raise NativeError(
