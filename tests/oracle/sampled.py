@@ -52,6 +52,7 @@ GOLDEN = Path(__file__).with_name("golden") / "sampled.json"
 VARIANTS = ("published", "truncated")
 TOP_P, N_PREDICT, BLOCK = 0.95, 32, 8
 SEEDS = (1, 2)
+_MOST_CANDIDATES = 1000  # more entries than that are a vocabulary
 
 
 @dataclass(frozen=True)
@@ -99,19 +100,17 @@ class _Noise:
         self._judged: Any = None  # distribution whose order a draw of the target follows
 
     def sample(self, probs: Any) -> Any:
-        """For _sample_probs: the first token, drafted tokens, and the target's own."""
-        drafts = self._judged is None and probs.shape[-1] < 1000
-        purpose, position = (
-            (Purpose.DRAFT, self._next + self._ahead) if drafts else (Purpose.TARGET, self._next)
-        )
-        flat = probs.reshape(-1)
-        order = (flat if self._judged is None else self._judged).argsort(descending=True)
-        drawn = _invert(flat, order, uniform(self._seed, position, purpose))
-        if drafts:
+        """For _sample_probs: drafted tokens, the first token, and those after a rejection."""
+        if self._judged is None and probs.shape[-1] < _MOST_CANDIDATES:
+            key = self._next + self._ahead, Purpose.DRAFT
             self._ahead += 1
-        elif self._judged is None:
+        else:
+            key = self._next, Purpose.TARGET
+        weights = probs.reshape(-1)
+        order = (weights if self._judged is None else self._judged).argsort(descending=True)
+        if self._judged is None and key[1] is Purpose.TARGET:
             self._next += 1
-        return drawn.view(probs.shape[:-1])
+        return _invert(weights, order, uniform(self._seed, *key)).view(probs.shape[:-1])
 
     def reject(self, tokens: Any, p: Any, q: Any, indices: Any = None) -> Any:
         """For _rejection_sample, which draws coins by rand_like and a token by _sample_probs."""
