@@ -98,6 +98,25 @@ def test_a_larger_context_makes_the_process_grow_as_planned(
 
 
 @pytest.mark.native
+def test_a_plan_for_several_sequences_is_what_the_session_then_uses(
+    target_gguf: Path, drafter: Path
+) -> None:
+    plan = Session.plan(target_gguf, drafter, n_ctx=512, n_parallel=3)
+    with Session(target_gguf, drafter, n_ctx=512, n_parallel=3, n_threads=1) as session:
+        greedy = SamplingParams(temperature=0)
+        running = [
+            session.generate(f"{i} one two " * 60, max_tokens=8, sampling=greedy, draft=7)
+            for i in range(3)
+        ]
+        for _ in zip(*running, strict=False):  # in turns, so that they are open together
+            pass
+        used = session.memory
+        assert session.stats.n_drafted > 0
+    assert plan.memory.target == pytest.approx(used.target, rel=0.05)
+    assert plan.memory.draft == pytest.approx(used.draft, rel=0.05)
+
+
+@pytest.mark.native
 def test_parallel_sequences_each_have_their_context(target_gguf: Path, drafter: Path) -> None:
     one = Session.plan(target_gguf, drafter, n_ctx=512).memory
     four = Session.plan(target_gguf, drafter, n_ctx=512, n_parallel=4).memory
