@@ -13,7 +13,15 @@ from pathlib import Path
 
 from dflash2_gguf.errors import DFlash2Error
 from dflash2_gguf.launch import Launch, open_session
-from dflash2_gguf.measure import PROMPTS, Run, Spread, first_difference, run_session, spread
+from dflash2_gguf.measure import (
+    PROMPTS,
+    Request,
+    Run,
+    Spread,
+    first_difference,
+    run_session,
+    spread,
+)
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
 
@@ -82,6 +90,7 @@ def _demo(options: argparse.Namespace, terminal: Terminal) -> int:
 
 def _ask(question: str, plain: Session, drafted: Session, max_tokens: int) -> _Answers:
     prompt = plain.chat_tokens([{"role": "user", "content": question}])
+    request = Request(prompt=tuple(prompt), max_tokens=max_tokens)
     modes: dict[str, tuple[Session, bool | int]] = {
         "plain": (plain, False),
         "block": (drafted, drafted.draft_max),
@@ -90,7 +99,8 @@ def _ask(question: str, plain: Session, drafted: Session, max_tokens: int) -> _A
     runs: dict[str, list[Run]] = {name: [] for name in modes}
     for name in (*modes, *reversed(modes)):  # both orders, so that a slow moment hits all alike
         session, draft = modes[name]
-        runs[name].append(run_session(session, prompt, max_tokens, draft=draft))
+        session.reset()
+        runs[name].append(run_session(session, request, draft=draft))
     return _Answers(**{name: (both[0], both[1]) for name, both in runs.items()})
 
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.generate import collect
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Session
+from dflash2_gguf.stats import Stats
 
-__all__ = ["PROMPTS", "Run", "Spread", "first_difference", "run_session", "spread"]
+__all__ = [
+    "PROMPTS",
+    "Request",
+    "Run",
+    "Spread",
+    "System",
+    "acceptance_length",
+    "first_difference",
+    "run_session",
+    "same_answer",
+    "spread",
+]
 
 PROMPTS = (
     "What is the capital of France?",
@@ -22,19 +34,50 @@ PROMPTS = (
 )
 
 
+def _greedy() -> SamplingParams:
+    return SamplingParams(temperature=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a system is asked: token ids, the longest answer in tokens, how to choose them."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=_greedy)
+
+    def __post_init__(self) -> None:
+        if not self.prompt or self.max_tokens < 1:
+            raise UsageError(f"{len(self.prompt)} tokens of prompt, {self.max_tokens} of answer")
+
+
 @dataclass(frozen=True)
 class Run:
-    """An answer: its tokens, and the seconds from the first of them to the last."""
+    """An answer: its tokens, and the seconds from the first of them to the last.
+
+    n_first: tokens that were there when the clock started. stats: counters, where there are any.
+    """
 
     tokens: tuple[int, ...]
     text: str
     seconds: float
     acceptance_length: float
+    n_first: int = 1
+    stats: Stats | None = None
+
+    @property
+    def n_timed(self) -> int:
+        """Tokens that took ``seconds``; the first ones belong to the prompt and do not count."""
+        return len(self.tokens) - self.n_first
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed; the first token belongs to the prompt and does not count."""
-        return (len(self.tokens) - 1) / self.seconds if self.seconds > 0 else 0.0
+        """Decoding speed."""
+        return self.n_timed / self.seconds if self.seconds > 0 else 0.0
+
+
+# whatever answers requests, one after the other or from several threads
+System = Callable[[Request], Run]
 
 
 @dataclass(frozen=True)
@@ -46,19 +89,31 @@ class Spread:
     high: float
 
 
-def run_session(
-    session: Session, prompt: Sequence[int], max_tokens: int, *, draft: bool | int
-) -> Run:
-    """Greedy answer to ``prompt`` from empty caches."""
-    session.reset()
+def run_session(session: Session, request: Request, *, draft: bool | int) -> Run:
+    """Answer ``request``; what the caches hold of its prompt is not read again."""
     pieces, times = [], []
-    greedy = SamplingParams(temperature=0)
-    for piece in session.generate(prompt, max_tokens=max_tokens, sampling=greedy, draft=draft):
+    stream = session.generate(
+        request.prompt, max_tokens=request.max_tokens, sampling=request.sampling, draft=draft
+    )
+    for piece in stream:
         pieces.append(piece)
         times.append(time.perf_counter())
     answer = collect(pieces)
-    length = answer.stats.acceptance_length if answer.stats else 0.0
-    return Run(answer.tokens, answer.text, times[-1] - times[0], length)
+    return Run(
+        tokens=answer.tokens,
+        text=answer.text,
+        seconds=times[-1] - times[0],
+        acceptance_length=answer.stats.acceptance_length if answer.stats else 0.0,
+        n_first=len(pieces[0].tokens),
+        stats=answer.stats,
+    )
+
+
+def same_answer(a: Run, b: Run) -> bool:
+    """Are the tokens equal? An end token that only one side reports is no difference."""
+    length = min(len(a.tokens), len(b.tokens))
+    equal = a.tokens[:length] == b.tokens[:length]
+    return equal and abs(len(a.tokens) - len(b.tokens)) <= 1
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -68,6 +123,14 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     pairs = zip(a, b, strict=False)
     same = (index for index, (x, y) in enumerate(pairs) if x != y)
     return next(same, min(len(a), len(b)))
+
+
+def acceptance_length(runs: Sequence[Run]) -> float:
+    """Tokens per step over all answers, each weighted by its steps; 0 without any step."""
+    timed = [run for run in runs if run.acceptance_length]
+    tokens = sum(len(run.tokens) for run in timed)
+    steps = sum(len(run.tokens) / run.acceptance_length for run in timed)
+    return tokens / steps if steps else 0.0
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dflash2_gguf.errors import NativeError
-from dflash2_gguf.measure import Run
+from dflash2_gguf.measure import Request, Run
 
 __all__ = ["PeerOptions", "PeerServer", "peer_server"]
 
@@ -28,35 +28,45 @@ _ANSWER_SECONDS = 3600.0
 class PeerOptions:
     """What to start: ``draft_max`` 0 decodes plainly, else with the pin's own DFlash 2 drafting.
 
+    ``draft_max`` None drafts as many tokens as the pin does by itself.
+
     ``n_slots`` requests are answered at once and share ``n_ctx``.
     """
 
     program: Path
     target: Path
     draft: Path | None = None
-    draft_max: int = 0
+    draft_max: int | None = 0
     n_ctx: int = 4096
     n_threads: int = 1
     n_slots: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class PeerServer:
     """A server that answers."""
 
     port: int
+    _forgets: bool = False
 
     def run(self, prompt: Sequence[int], max_tokens: int) -> Run:
         """Greedy answer to ``prompt`` from empty caches."""
-        answer = self._post(
-            {
-                "prompt": list(prompt),
-                "n_predict": max_tokens,
-                "temperature": 0.0,
-                "cache_prompt": False,
-                "return_tokens": True,
-            }
-        )
+        request = Request(prompt=tuple(prompt), max_tokens=max_tokens)
+        return self._measured(_body(request, cache_prompt=False))
+
+    def forget(self) -> None:
+        """Read prompts from their first token from now on."""
+        self._forgets = True
+
+    def answer(self, request: Request) -> Run:
+        """Answer ``request``; what the caches hold of its prompt is not read again, see ``forget``.
+
+        Of its sampling, temperature, top_k, top_p, min_p, seed and grammar are passed on.
+        """
+        return self._measured(_body(request, cache_prompt=not self._forgets))
+
+    def _measured(self, body: dict[str, Any]) -> Run:
+        answer = self._post(body)
         timings = answer["timings"]
         rounds = timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0)
         return Run(
@@ -87,7 +97,7 @@ def peer_server(options: PeerOptions) -> Iterator[PeerServer]:
     Raises NativeError when the program is missing or does not get ready.
     """
     if not options.program.is_file():
-        raise NativeError(f"{options.program} does not exist", "run `make bench-peer`")
+        raise NativeError(f"{options.program} does not exist", "run `make bench`")
     with tempfile.TemporaryFile("w+") as log:
         port = _free_port()
         process = subprocess.Popen(_command(options, port), stdout=log, stderr=subprocess.STDOUT)
@@ -98,14 +108,32 @@ def peer_server(options: PeerOptions) -> Iterator[PeerServer]:
             _end(process)
 
 
+def _body(request: Request, *, cache_prompt: bool) -> dict[str, Any]:
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "prompt": list(request.prompt),
+        "n_predict": request.max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "cache_prompt": cache_prompt,
+        "return_tokens": True,
+    }
+    optional = {"seed": sampling.seed, "grammar": sampling.grammar}
+    return body | {name: value for name, value in optional.items() if value is not None}
+
+
 def _command(options: PeerOptions, port: int) -> list[str]:
     words = [str(options.program), "-m", str(options.target), "-c", str(options.n_ctx)]
     words += ["-t", str(options.n_threads), "-tb", str(options.n_threads)]
     words += ["-np", str(options.n_slots)]
+    words += ["--cache-ram", "0"]  # copies of idle prompts would fill the memory
     words += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
-    if options.draft is not None and options.draft_max:
+    if options.draft is not None and options.draft_max != 0:
         words += ["-md", str(options.draft), "--spec-type", "draft-dflash"]
-        words += ["--spec-draft-n-max", str(options.draft_max)]
+        if options.draft_max is not None:
+            words += ["--spec-draft-n-max", str(options.draft_max)]
         words += ["-td", str(options.n_threads), "-tbd", str(options.n_threads)]
     return words
 

@@ -23,7 +23,7 @@ SHARED = {"errors", "gguf_schema", "libraries", "presets"}
 
 # outermost first: no module reaches one that stands further out, directly or through others
 ONION = (
-    {"cli", "demo", "bench_peer"},
+    {"cli", "demo", "bench"},
     {"chat", "generate", "show_plan"},
     {"session"},
     {"plan"},

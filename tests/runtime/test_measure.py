@@ -1,4 +1,4 @@
-"""What demo and comparison compute from measured answers."""
+"""What is computed from measured answers, and what the demo makes of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from dflash2_gguf import bench_peer, demo
+from dflash2_gguf import demo
 from dflash2_gguf.errors import UsageError
-from dflash2_gguf.measure import PROMPTS, Run, first_difference, spread
+from dflash2_gguf.measure import (
+    PROMPTS,
+    Request,
+    Run,
+    acceptance_length,
+    first_difference,
+    same_answer,
+    spread,
+)
 
 
 def _run(tokens: int, seconds: float, length: float = 1.0, first: int = 0) -> Run:
@@ -34,48 +42,42 @@ def test_speed_is_of_the_tokens_after_the_first() -> None:
     assert _run(1, 0.0).tokens_per_second == 0
 
 
+def test_tokens_that_were_there_when_the_clock_started_do_not_count() -> None:
+    run = Run(tuple(range(11)), "text", 2.0, 2.75, n_first=5)
+    assert (run.n_timed, run.tokens_per_second) == (6, pytest.approx(3.0))
+
+
+def test_acceptance_is_weighted_by_steps() -> None:
+    # 10 + 10 tokens in 5 + 2 steps; an answer without steps says nothing
+    runs = [_run(10, 1.0, 2.0), _run(10, 1.0, 5.0), _run(1, 0.0, 0.0)]
+    assert acceptance_length(runs) == pytest.approx(20 / 7)
+    assert acceptance_length([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (_run(5, 1.0), _run(5, 2.0), True),
+        (_run(5, 1.0), _run(6, 1.0), True),  # an end token that only one side reports
+        (_run(5, 1.0), _run(7, 1.0), False),
+        (_run(5, 1.0), _run(5, 1.0, first=1), False),
+    ],
+)
+def test_answers_are_compared_by_their_tokens(a: Run, b: Run, same: bool) -> None:
+    assert same_answer(a, b) is same
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [((), 1), ((1,), 0)])
+def test_a_request_asks_for_something(prompt: tuple[int, ...], max_tokens: int) -> None:
+    with pytest.raises(UsageError):
+        Request(prompt=prompt, max_tokens=max_tokens)
+
+
 def test_spread_is_median_smallest_and_largest() -> None:
     found = spread([3.0, 1.0, 2.0])
     assert (found.median, found.low, found.high) == (2.0, 1.0, 3.0)
     with pytest.raises(UsageError):
         spread([])
-
-
-def _results() -> dict[str, list[list[Run]]]:
-    return {
-        "ours plain": [[_run(11, 2.0), _run(11, 2.0)], [_run(11, 1.0), _run(11, 1.0)]],
-        "ours auto": [[_run(11, 1.0), _run(11, 1.0)], [_run(11, 1.0), _run(11, 1.0)]],
-        "ours 7": [[_run(11, 1.0, 2.5), _run(11, 1.0, 2.5)], [_run(11, 2.0, 5.0)] * 2],
-        "pin plain": [[_run(10, 2.0)] * 2, [_run(11, 2.0)] * 2],
-        "pin 7": [[_run(11, 4.0, 2.0)] * 2, [_run(11, 4.0, 2.0, first=5)] * 2],
-    }
-
-
-def test_ratios_are_taken_prompt_by_prompt() -> None:
-    assert bench_peer.ratios(_results(), "ours 7", "ours plain") == pytest.approx([2.0, 0.5])
-
-
-def test_the_report_names_every_ratio_and_difference() -> None:
-    report = bench_peer._report(_results(), [7])
-    assert list(report["ratios"]) == [
-        "ours plain / pin plain",
-        "ours auto / ours plain",
-        "ours 7 / ours plain",
-        "ours 7 / pin 7",
-        "pin 7 / pin plain",
-    ]
-    assert report["ratios"]["ours 7 / ours plain"] == {"median": 1.25, "low": 0.5, "high": 2.0}
-    # 10 + 10 tokens in 4 + 2 steps
-    assert report["acceptance_length"]["ours 7"] == pytest.approx(20 / 6)
-    # an end token more is none, other tokens are
-    differing = {(d["system"], d["prompt"], d["token"]) for d in report["differences"]}
-    assert differing == {("pin 7", 1, 0)}
-
-
-def test_the_description_holds_every_figure() -> None:
-    text = bench_peer._describe(bench_peer._report(_results(), [7]))
-    assert "ours 7 / ours plain    1.25 (0.50 to 2.00)" in text
-    assert "  pin 7, prompt 1, token 0" in text
 
 
 def test_the_demo_tells_equal_from_different_texts() -> None:
