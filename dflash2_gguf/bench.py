@@ -119,16 +119,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _bench(options: argparse.Namespace, terminal: Terminal) -> None:
-    unknown = set(options.parts) - set(_PARTS)
-    if unknown:
-        raise UsageError(f"there is no part {unknown.pop()!r}", f"it can be {' or '.join(_PARTS)}")
-    questions = read_questions(options.workloads)
+    _require(options)
     pair = Pair(
         target=options.target,
         draft=options.draft,
         server=options.server,
         n_threads=options.threads,
     )
+    questions = read_questions(options.workloads)
     results = Results(options.results, _settings(options, questions))
     if "speed" in options.parts:
         _speed(options, pair, by_workload(questions, options.limit + 1), results, terminal)
@@ -145,6 +143,17 @@ def _bench(options: argparse.Namespace, terminal: Terminal) -> None:
         terminal.write(text)
     else:
         _write(options.write, text)
+
+
+def _require(options: argparse.Namespace) -> None:
+    unknown = set(options.parts) - set(_PARTS)
+    if unknown:
+        raise UsageError(f"there is no part {unknown.pop()!r}", f"it can be {' or '.join(_PARTS)}")
+    single = {name: [getattr(options, name)] for name in ("limit", "max_tokens", "ctx_size")}
+    several = {name: getattr(options, name) for name in ("widths", "pin_widths", "parallel")}
+    for name, values in (single | several).items():
+        if min(values) < 1:
+            raise UsageError(f"{name} is {min(values)}", "it can be 1 or more")
 
 
 def _settings(options: argparse.Namespace, questions: Sequence[Question]) -> dict[str, Any]:
