@@ -131,6 +131,12 @@ _GpuLayers = Annotated[
         help="Target layers on the GPU; auto is all, or as many as --fit finds.",
     ),
 ]
+_Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact", help="The very tokens of decoding without a drafter, whatever rounding does."
+    ),
+]
 _Job = Callable[[], int]
 
 
@@ -161,6 +167,7 @@ def _parse(words: list[str]) -> _Job:
     app.callback(invoke_without_command=True)(_chat)
     app.command("generate")(_generate)
     app.command("plan")(_plan)
+    app.command("prove")(_prove)
     try:
         job = app(words, prog_name="dflash2-run", standalone_mode=False)
     except _parser_error() as error:
@@ -184,6 +191,7 @@ def _chat(
     min_p: _MinP = 0.05,
     seed: _Seed = None,
     verifier: _Verifier = "auto",
+    exact: _Exact = False,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message.")
     ] = None,
@@ -207,6 +215,7 @@ def _chat(
         draft_max=parse_draft_max(draft_max),
         n_gpu_layers=parse_gpu_layers(gpu_layers),
         fit=fit,
+        exact=exact,
         chat_template=chat_template,
         verbose=verbose,
     )
@@ -235,6 +244,7 @@ def _generate(
     min_p: _MinP = 0.05,
     seed: _Seed = None,
     verifier: _Verifier = "auto",
+    exact: _Exact = False,
     grammar: _Grammar = None,
     json_schema: _JsonSchema = None,
     as_json: Annotated[
@@ -256,6 +266,7 @@ def _generate(
         draft_max=0 if no_draft else parse_draft_max(draft_max),
         n_gpu_layers=parse_gpu_layers(gpu_layers),
         fit=fit,
+        exact=exact,
         verbose=verbose,
     )
     request = Request(
@@ -308,6 +319,69 @@ def _plan(
         verbose=verbose,
     )
     return partial(show_plan, launch, Terminal(), n_parallel=parallel, as_json=as_json)
+
+
+def _prove(
+    model: _Model = None,
+    draft: _Draft = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="One prompt a line, or .jsonl with a text or tokens."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
+    ] = 128,
+    ctx_size: _CtxSize = None,
+    threads: _Threads = None,
+    draft_max: _DraftMax = "auto",
+    gpu_layers: _GpuLayers = "auto",
+    temp: Annotated[
+        float, typer.Option("--temp", metavar="T", min=0.0, help="Temperature; 0 is greedy.")
+    ] = 0.0,
+    top_k: _TopK = 40,
+    top_p: _TopP = 0.95,
+    min_p: _MinP = 0.05,
+    seed: _Seed = None,
+    exact: Annotated[
+        bool, typer.Option("--exact/--no-exact", help="In exact mode, or as it comes.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    verbose: _Verbose = False,
+) -> _Job:
+    """Compare the tokens with and without a drafter; exit code 1 when any differ."""
+    from dflash2_gguf.launch import Launch, parse_draft_max, parse_gpu_layers
+    from dflash2_gguf.prove import ProofSettings, prove, read_prompts
+    from dflash2_gguf.sampling import SamplingParams
+    from dflash2_gguf.ui import Terminal
+
+    if prompts is None:
+        raise UsageError("there are no prompts", "name their file with --prompts")
+    launch = Launch(
+        target=_required(model),
+        draft=draft,
+        n_ctx=ctx_size,
+        n_threads=threads,
+        draft_max=parse_draft_max(draft_max),
+        n_gpu_layers=parse_gpu_layers(gpu_layers),
+        exact=exact,
+        verbose=verbose,
+    )
+    settings = ProofSettings(
+        prompts=read_prompts(prompts),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(
+            temperature=temp,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            verifier="coupled" if temp > 0 else "auto",
+        ),
+        as_json=as_json,
+    )
+    return partial(prove, launch, settings, Terminal())
 
 
 def _parser_error() -> type[Any]:

@@ -33,6 +33,7 @@ class Launch:
     draft_max: int | None = None
     n_gpu_layers: int | None = None
     fit: bool = False
+    exact: bool = False
     chat_template: Path | None = None
     verbose: bool = False
 
@@ -50,6 +51,7 @@ def open_session(launch: Launch, terminal: Terminal) -> Session:
             n_threads=launch.n_threads,
             draft_max=launch.draft_max,
             n_gpu_layers=n_gpu_layers,
+            exact=launch.exact,
             chat_template=template,
             on_progress=on_progress,
             verbose=launch.verbose,

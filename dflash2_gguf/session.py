@@ -246,6 +246,16 @@ class Session:
         with self._control:
             self._transcripts.clear()
 
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """Logits of ``tokens`` where the last step chose the last token of its generation.
+
+        Raises UsageError for ids outside the vocabulary, or when that step chose none.
+        """
+        with self._scheduler.engine(urgent=True):
+            engine = self._open_engine()
+            engine.vocab.require_ids(tokens)
+            return engine.logits(self._scheduler.latest, tokens)
+
     def save(self) -> bytes:
         """The sequence worked on last, as bytes: tokens, both caches, samplers and its place.
 

@@ -85,6 +85,7 @@ class TinyRun:
     plain: dict[str, np.ndarray]
     drafted: dict[str, np.ndarray]
     together: dict[str, np.ndarray]  # the same, all prompts at once
+    exact: dict[str, np.ndarray]  # and in exact mode, doubting a thousand times more than it must
     noise: float
 
 
@@ -120,7 +121,10 @@ def tiny_run(
     }
     drafted = ours.run_one(**job)
     together = ours.run_one(**{**job, "n_seq_max": 3, "n_ctx": 3 * FLOAT32["n_ctx"]})
-    return TinyRun(plain, drafted, together, noise(pin, path, texts, kv_type=0, **FLOAT32))
+    level = noise(pin, path, texts, kv_type=0, **FLOAT32)
+    doubts = {"exact": True, "noise_min": 1000 * level}
+    exact = ours.run_one(**{**job, "n_seq_max": 3, "n_ctx": 3 * FLOAT32["n_ctx"], **doubts})
+    return TinyRun(plain, drafted, together, exact, level)
 
 
 def _shape(name: str, sizes: dict[str, int]) -> DraftShape:
@@ -151,6 +155,13 @@ def test_sequences_together_give_the_pin_s_plain_tokens(tiny_run: TinyRun) -> No
     found = differences(tiny_run.plain, tiny_run.together["tokens"])
     assert not tiny_run.together["failures"].any()
     assert [d for d in found if d.margin > 2 * tiny_run.noise] == [], tiny_run.noise
+
+
+def test_exact_mode_gives_the_pin_s_plain_tokens_however_close_they_are(
+    tiny_run: TinyRun,
+) -> None:
+    assert not tiny_run.exact["failures"].any()
+    assert tiny_run.exact["tokens"].tolist() == tiny_run.plain["tokens"].tolist()
 
 
 def test_tiny_target_accepts_some_drafts_and_rejects_others(tiny_run: TinyRun) -> None:

@@ -1,0 +1,164 @@
+"""``prove`` finds what differs, and nothing where nothing does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash2_gguf import prove as module
+from dflash2_gguf.cli import main
+from dflash2_gguf.errors import CheckpointError
+from dflash2_gguf.launch import Launch
+from dflash2_gguf.prove import ProofSettings, prove, read_prompts
+from dflash2_gguf.sampling import SamplingParams
+from dflash2_gguf.session import Generation
+from dflash2_gguf.stats import Stats
+from dflash2_gguf.ui import Terminal
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class _Scripted:
+    """A session that answers what it is told to."""
+
+    def __init__(self, answers: dict[str, tuple[int, ...]], stats: Stats) -> None:
+        self._answers = answers
+        self.stats = stats
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return [len(text)]
+
+    def generate(self, prompt: Any, **_options: Any) -> Iterator[Generation]:
+        yield Generation(
+            "", tokens=self._answers.get(prompt, ()) if isinstance(prompt, str) else ()
+        )
+
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        return [token / 4 for token in tokens]
+
+
+def _run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plain: dict[str, tuple[int, ...]],
+    drafted: dict[str, tuple[int, ...]],
+) -> tuple[int, str]:
+    stats = Stats(n_generated=8, n_steps=4, n_doubts=1, n_replayed=5, noise=0.25)
+
+    @contextmanager
+    def open_session(launch: Launch, _terminal: Terminal) -> Iterator[_Scripted]:
+        yield _Scripted(drafted if launch.draft else plain, stats)
+
+    monkeypatch.setattr(module, "open_session", open_session)
+    launch = Launch(target=Path("t"), draft=Path("d"), exact=True)
+    settings = ProofSettings(prompts=tuple(plain), max_tokens=8, sampling=GREEDY)
+    code = prove(launch, settings, Terminal())
+    return code, capsys.readouterr().out
+
+
+def test_equal_answers_are_a_proof(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {"a": (1, 2, 3), "b": (4,)}
+    code, shown = _run(monkeypatch, capsys, answers, answers)
+    assert code == 0
+    assert shown == (
+        "2 answers, 2.00 tokens per step\n"
+        "4 tokens compared, answers that differ: 0\n"
+        "exact mode: decisions taken again 1, tokens evaluated for that 5, "
+        "largest rounding seen in a logit 0.25\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafted", "where"),
+    [
+        ((1, 2, 9), "token 3 without the drafter, token 9 with it, -1.5 apart in logits"),
+        ((1, 2), "token 3 without the drafter, the end with it"),
+        ((1, 2, 3, 4), "the end without the drafter, token 4 with it"),
+    ],
+)
+def test_the_first_difference_is_named_with_its_margin(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    drafted: tuple[int, ...],
+    where: str,
+) -> None:
+    plain = {"a": (7,), "b": (1, 2, 3), "c": (8,)}
+    code, shown = _run(monkeypatch, capsys, plain, {"a": (7,), "b": drafted, "c": (9,)})
+    assert code == 1
+    assert "answers that differ: 2\n" in shown
+    position = 4 if len(drafted) == 4 else 3
+    assert f"first in answer 2 at token {position}: {where}\n" in shown
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("sampling", [[], ["--temp", "0.8", "--seed", "5"]])
+def test_the_real_pair_is_proven(
+    target_gguf: Path,
+    drafter: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sampling: list[str],
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "Once upon a time"}\n\n{"tokens": [20, 30, 40, 50]}\n')
+    pair = ["-m", str(target_gguf), "-d", str(drafter), "--prompts", str(prompts)]
+    code = main(["prove", *pair, "-n", "32", "-c", "256", "-t", "1", "--json", *sampling])
+    proof = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert proof["n_tokens"] == 64
+    assert proof["n_different"] == 0
+    assert proof["acceptance_length"] >= 1
+
+
+def test_prompts_are_lines_or_json_lines(tmp_path: Path) -> None:
+    text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    text.write_text("one\n\ntwo\n")
+    lines.write_text('{"text": "one"}\n{"tokens": [1, 2]}\n')
+    assert read_prompts(text) == ("one", "two")
+    assert read_prompts(lines) == ("one", (1, 2))
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"tokens": ["a"]}', '{"tokens": 3}'])
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"text": "one"}}\n{line}\n')
+    with pytest.raises(CheckpointError, match=r"line 2 of .*p\.jsonl is no prompt"):
+        read_prompts(path)
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("\n")
+    with pytest.raises(CheckpointError, match="there are no prompts"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there are no prompts"),
+        (["--prompts", "p.txt"], "there is no drafter"),
+        (["--prompts", "p.txt", "-d", "d", "--temp", "1"], "only be compared with a seed"),
+    ],
+)
+def test_what_is_missing_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "p.txt").write_text("one\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["prove", "-m", "t.gguf", *words]) == 2
+    assert message in capsys.readouterr().err
