@@ -14,129 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
+from dflash2_gguf import options
 from dflash2_gguf.errors import DFlash2Error, UsageError
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130
 
-_Model = Annotated[
-    Path | None, typer.Option("-m", "--model", metavar="FILE", help="Target, a GGUF file.")
-]
-_Draft = Annotated[
-    Path | None,
-    typer.Option("-d", "--draft", metavar="FILE", help="Its DFlash 2 drafter, a GGUF file."),
-]
-_CtxSize = Annotated[
-    int | None,
-    typer.Option(
-        "-c",
-        "--ctx-size",
-        metavar="N",
-        min=0,
-        help="Context in tokens; 0 is all the model was trained with. Default: at most 8192.",
-        show_default=False,
-    ),
-]
-_Threads = Annotated[
-    int | None,
-    typer.Option(
-        "-t", "--threads", metavar="N", min=1, help="CPU threads. Default: physical cores."
-    ),
-]
-_DraftMax = Annotated[
-    str,
-    typer.Option(
-        "--draft-max",
-        metavar="auto|off|N",
-        help="Tokens drafted at once; auto is as many as pay, none if none do.",
-    ),
-]
-_MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "-n", "--max-tokens", metavar="N", min=1, help="Longest answer. Default: until it ends."
-    ),
-]
-_Temperature = Annotated[
-    float, typer.Option("--temp", metavar="T", min=0.0, help="Temperature; 0 is greedy.")
-]
-_TopK = Annotated[
-    int, typer.Option("--top-k", metavar="K", min=0, help="Keep the K likeliest tokens; 0 is all.")
-]
-_TopP = Annotated[
-    float,
-    typer.Option("--top-p", metavar="P", min=0.0, max=1.0, help="Keep this much probability."),
-]
-_MinP = Annotated[
-    float,
-    typer.Option(
-        "--min-p", metavar="P", min=0.0, max=1.0, help="Drop tokens below P of the likeliest."
-    ),
-]
-_Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="S", min=0, help="Random seed. Default: drawn.")
-]
-_Verifier = Annotated[
-    str,
-    typer.Option(
-        "--verifier",
-        metavar="NAME",
-        help="How drafts are accepted: auto, greedy, match, coupled, reject or block.",
-    ),
-]
-_Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Show llama.cpp's log, and tracebacks of errors.")
-]
-_Template = Annotated[
-    Path | None,
-    typer.Option(
-        "--chat-template", metavar="FILE", help="Chat template (Jinja) instead of the target's."
-    ),
-]
-_Prompt = Annotated[
-    str | None,
-    typer.Option("-p", "--prompt", metavar="TEXT", help="Exact prompt. Default: stdin."),
-]
-_Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
-]
-_NoDraft = Annotated[
-    bool, typer.Option("--no-draft", help="Decode plainly; same as --draft-max off.")
-]
-_Grammar = Annotated[
-    Path | None,
-    typer.Option("--grammar", metavar="FILE", help="GBNF grammar that the text follows."),
-]
-_JsonSchema = Annotated[
-    str | None,
-    typer.Option(
-        "--json-schema",
-        metavar="FILE|TEXT",
-        help="JSON schema that the text follows; TEXT begins with {.",
-    ),
-]
-_Fit = Annotated[
-    bool,
-    typer.Option(
-        "--fit", help="Choose a context, and GPU layers, that fit into the memory that is free."
-    ),
-]
-_GpuLayers = Annotated[
-    str,
-    typer.Option(
-        "--gpu-layers",
-        metavar="auto|N",
-        help="Target layers on the GPU; auto is all, or as many as --fit finds.",
-    ),
-]
-_Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact", help="The very tokens of decoding without a drafter, whatever rounding does."
-    ),
-]
 _Job = Callable[[], int]
 
 
@@ -177,26 +61,26 @@ def _parse(words: list[str]) -> _Job:
 
 def _chat(
     context: typer.Context,
-    model: _Model = None,
-    draft: _Draft = None,
-    ctx_size: _CtxSize = None,
-    threads: _Threads = None,
-    draft_max: _DraftMax = "auto",
-    gpu_layers: _GpuLayers = "auto",
-    fit: _Fit = False,
-    max_tokens: _MaxTokens = None,
-    temp: _Temperature = 0.8,
-    top_k: _TopK = 40,
-    top_p: _TopP = 0.95,
-    min_p: _MinP = 0.05,
-    seed: _Seed = None,
-    verifier: _Verifier = "auto",
-    exact: _Exact = False,
+    model: options.Model = None,
+    draft: options.Draft = None,
+    ctx_size: options.CtxSize = None,
+    threads: options.Threads = None,
+    draft_max: options.DraftMax = "auto",
+    gpu_layers: options.GpuLayers = "auto",
+    fit: options.Fit = False,
+    max_tokens: options.MaxTokens = None,
+    temp: options.Temperature = 0.8,
+    top_k: options.TopK = 40,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.05,
+    seed: options.Seed = None,
+    verifier: options.Verifier = "auto",
+    exact: options.Exact = False,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message.")
     ] = None,
-    chat_template: _Template = None,
-    verbose: _Verbose = False,
+    chat_template: options.Template = None,
+    verbose: options.Verbose = False,
 ) -> _Job | None:
     """Chat with a GGUF model, drafted by its DFlash 2 drafter: the same text in fewer steps."""
     if context.invoked_subcommand is not None:
@@ -227,30 +111,30 @@ def _chat(
 
 
 def _generate(
-    model: _Model = None,
-    draft: _Draft = None,
-    prompt: _Prompt = None,
-    max_tokens: _MaxTokens = None,
-    stop: _Stop = None,
-    ctx_size: _CtxSize = None,
-    threads: _Threads = None,
-    draft_max: _DraftMax = "auto",
-    no_draft: _NoDraft = False,
-    gpu_layers: _GpuLayers = "auto",
-    fit: _Fit = False,
-    temp: _Temperature = 0.8,
-    top_k: _TopK = 40,
-    top_p: _TopP = 0.95,
-    min_p: _MinP = 0.05,
-    seed: _Seed = None,
-    verifier: _Verifier = "auto",
-    exact: _Exact = False,
-    grammar: _Grammar = None,
-    json_schema: _JsonSchema = None,
+    model: options.Model = None,
+    draft: options.Draft = None,
+    prompt: options.Prompt = None,
+    max_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
+    ctx_size: options.CtxSize = None,
+    threads: options.Threads = None,
+    draft_max: options.DraftMax = "auto",
+    no_draft: options.NoDraft = False,
+    gpu_layers: options.GpuLayers = "auto",
+    fit: options.Fit = False,
+    temp: options.Temperature = 0.8,
+    top_k: options.TopK = 40,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.05,
+    seed: options.Seed = None,
+    verifier: options.Verifier = "auto",
+    exact: options.Exact = False,
+    grammar: options.Grammar = None,
+    json_schema: options.JsonSchema = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print text, token ids and statistics as JSON.")
     ] = False,
-    verbose: _Verbose = False,
+    verbose: options.Verbose = False,
 ) -> _Job:
     """Continue one prompt and print the text."""
     from dflash2_gguf.generate import Request, generate, read_schema
@@ -289,20 +173,20 @@ def _generate(
 
 
 def _plan(
-    model: _Model = None,
-    draft: _Draft = None,
-    ctx_size: _CtxSize = None,
+    model: options.Model = None,
+    draft: options.Draft = None,
+    ctx_size: options.CtxSize = None,
     parallel: Annotated[
         int,
         typer.Option(
             "--parallel", metavar="N", min=1, max=64, help="Sequences held at once, each of -c."
         ),
     ] = 1,
-    draft_max: _DraftMax = "auto",
-    gpu_layers: _GpuLayers = "auto",
-    fit: _Fit = False,
+    draft_max: options.DraftMax = "auto",
+    gpu_layers: options.GpuLayers = "auto",
+    fit: options.Fit = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
-    verbose: _Verbose = False,
+    verbose: options.Verbose = False,
 ) -> _Job:
     """Say what memory a session takes, before anything is loaded."""
     from dflash2_gguf.launch import Launch, parse_draft_max, parse_gpu_layers
@@ -322,33 +206,28 @@ def _plan(
 
 
 def _prove(
-    model: _Model = None,
-    draft: _Draft = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts", metavar="FILE", help="One prompt a line, or .jsonl with a text or tokens."
-        ),
-    ] = None,
+    model: options.Model = None,
+    draft: options.Draft = None,
+    prompts: options.Prompts = None,
     max_tokens: Annotated[
         int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
     ] = 128,
-    ctx_size: _CtxSize = None,
-    threads: _Threads = None,
-    draft_max: _DraftMax = "auto",
-    gpu_layers: _GpuLayers = "auto",
+    ctx_size: options.CtxSize = None,
+    threads: options.Threads = None,
+    draft_max: options.DraftMax = "auto",
+    gpu_layers: options.GpuLayers = "auto",
     temp: Annotated[
         float, typer.Option("--temp", metavar="T", min=0.0, help="Temperature; 0 is greedy.")
     ] = 0.0,
-    top_k: _TopK = 40,
-    top_p: _TopP = 0.95,
-    min_p: _MinP = 0.05,
-    seed: _Seed = None,
+    top_k: options.TopK = 40,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.05,
+    seed: options.Seed = None,
     exact: Annotated[
         bool, typer.Option("--exact/--no-exact", help="In exact mode, or as it comes.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
-    verbose: _Verbose = False,
+    verbose: options.Verbose = False,
 ) -> _Job:
     """Compare the tokens with and without a drafter; exit code 1 when any differ."""
     from dflash2_gguf.launch import Launch, parse_draft_max, parse_gpu_layers

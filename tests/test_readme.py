@@ -18,7 +18,7 @@ MODULES = {
     "patchtool.py": "cpp_patches/patchtool.py",
 }
 SUBCOMMANDS = {
-    "dflash2-run": {"generate", "plan"},
+    "dflash2-run": {"generate", "plan", "prove"},
     "dflash2-convert": {"convert", "inspect", "presets"},
     "patchtool.py": {"apply", "bump"},
 }

@@ -37,6 +37,7 @@ def _run(arguments: Sequence[str], *, stdin: str | None = None) -> subprocess.Co
         ([], "dflash2-run"),
         (["generate"], "dflash2-run-generate"),
         (["plan"], "dflash2-run-plan"),
+        (["prove"], "dflash2-run-prove"),
     ],
 )
 def test_help_is_what_is_written_down(arguments: list[str], name: str) -> None:
