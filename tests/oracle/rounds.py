@@ -21,7 +21,15 @@ from dflash2_gguf.native import (
     failure,
 )
 
-__all__ = ["Record", "arrays", "failures", "native_session", "record", "serve"]
+__all__ = [
+    "Record",
+    "arrays",
+    "failures",
+    "native_session",
+    "record",
+    "record_restored",
+    "serve",
+]
 
 _GREEDY = 1  # enum dflash2_verifier
 
@@ -83,6 +91,31 @@ def record(
             _note(session, result, records[result.seq_id], lattices)
     for number in range(len(prompts)):
         check(api().dflash2.dflash2_session_seq_clear(session, number), "dflash2_session_seq_clear")
+    return records
+
+
+def record_restored(
+    sessions: tuple[int, int], prompts: Sequence[Sequence[int]], n_predict: int, after: int
+) -> list[Record]:
+    """As ``record``, one by one: after some steps on in the other session, as saved in the first."""
+    library, records = api().dflash2, []
+    width = library.dflash2_session_n_draft_max(sessions[0])
+    options = {"verifier": _GREEDY, "n_predict": n_predict, "n_draft_max": width}
+    for prompt in prompts:
+        found = Record()
+        _begin(sessions[0], 0, prompt, options)
+        for _, results in zip(range(after), _steps(sessions[0], 1), strict=False):
+            _note(sessions[0], results[0], found, lattices=False)
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        status = library.dflash2_session_seq_save(
+            sessions[0], 0, ctypes.byref(data), ctypes.byref(size)
+        )
+        check(status, "dflash2_session_seq_save")
+        saved = ctypes.string_at(data.value or 0, size.value)
+        check(library.dflash2_session_seq_restore(sessions[1], 0, saved, len(saved)), "restore")
+        for results in _steps(sessions[1], 1):
+            _note(sessions[1], results[0], found, lattices=False)
+        records.append(found)
     return records
 
 

@@ -85,6 +85,7 @@ class TinyRun:
     plain: dict[str, np.ndarray]
     drafted: dict[str, np.ndarray]
     together: dict[str, np.ndarray]  # the same, all prompts at once
+    restored: dict[str, np.ndarray]  # saved and restored after five steps
     exact: dict[str, np.ndarray]  # and in exact mode, doubting a thousand times more than it must
     noise: float
 
@@ -124,7 +125,8 @@ def tiny_run(
     level = noise(pin, path, texts, kv_type=0, **FLOAT32)
     doubts = {"exact": True, "noise_min": 1000 * level}
     exact = ours.run_one(**{**job, "n_seq_max": 3, "n_ctx": 3 * FLOAT32["n_ctx"], **doubts})
-    return TinyRun(plain, drafted, together, exact, level)
+    restored = ours.run_one(**{**job, "job": "restored", "after": 5})
+    return TinyRun(plain, drafted, together, restored, exact, level)
 
 
 def _shape(name: str, sizes: dict[str, int]) -> DraftShape:
@@ -154,6 +156,11 @@ def test_tiny_target_gives_the_pin_s_plain_tokens(tiny_run: TinyRun) -> None:
 def test_sequences_together_give_the_pin_s_plain_tokens(tiny_run: TinyRun) -> None:
     found = differences(tiny_run.plain, tiny_run.together["tokens"])
     assert not tiny_run.together["failures"].any()
+    assert [d for d in found if d.margin > 2 * tiny_run.noise] == [], tiny_run.noise
+
+
+def test_a_restored_sequence_gives_the_pin_s_plain_tokens(tiny_run: TinyRun) -> None:
+    found = differences(tiny_run.plain, tiny_run.restored["tokens"])
     assert [d for d in found if d.margin > 2 * tiny_run.noise] == [], tiny_run.noise
 
 

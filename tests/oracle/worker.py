@@ -135,6 +135,27 @@ def job_session(
     return rounds.arrays(records) | {"failures": np.array(failures)}
 
 
+def job_restored(
+    path: str,
+    draft: str | None,
+    prompts: list[list[int]],
+    n_predict: int,
+    after: int,
+    **options: int,
+) -> Arrays:
+    """As job_session, each sequence saved after some steps and finished in another session."""
+    from tests.oracle import rounds
+
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(libllama.model(path))
+        drafter = stack.enter_context(libllama.model(draft)) if draft else None
+        first, second = (
+            stack.enter_context(rounds.native_session(target, drafter, **options)) for _ in range(2)
+        )
+        records = rounds.record_restored((first, second), prompts, n_predict, after)
+    return rounds.arrays(records)
+
+
 def job_serve(
     path: str,
     draft: str | None,
@@ -193,6 +214,7 @@ JOBS: dict[str, Callable[..., Arrays]] = {
     "layers": job_layers,
     "noise": job_noise,
     "publishes": job_publishes,
+    "restored": job_restored,
     "serve": job_serve,
     "session": job_session,
     "shape": job_shape,
