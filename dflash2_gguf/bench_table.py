@@ -19,9 +19,9 @@ Figures are ratios of tokens per second within one run on one machine: the media
 in brackets the smallest and largest. Every system answers every prompt, in an order that turns
 round from prompt to prompt; decoding without a drafter and with the automatic width answer twice,
 at both ends. Only the time after the first token counts. The pin is the unpatched llama.cpp, its
-llama-server with the same files and threads. Each of our systems is a session of its own that lives
+llama-server with the same files and threads. The automatic width is a session of its own that lives
 over all prompts of a workload at both temperatures, and before each temperature one answer, to a
-prompt of its own, is not counted: the automatic width learns what steps cost while it runs.
+prompt of its own, is not counted: it learns what steps cost while it runs.
 Temperature 1 is sampled with top-p 0.95 and nothing else, with one seed; there our answers and the
 pin's are different texts. A document that prompts share is read once per system. The best width is
 chosen from these very figures, which favours it.

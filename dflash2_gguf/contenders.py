@@ -25,6 +25,7 @@ __all__ = [
     "Contender",
     "Pair",
     "Tokenizer",
+    "fixed",
     "interleaved",
     "open_all",
     "ours",
@@ -103,6 +104,16 @@ def ours(
         exact=exact,
     ) as session:
         yield Contender(partial(run_session, session, draft=draft), session.reset)
+
+
+@contextmanager
+def fixed(pair: Pair, widths: Sequence[int], *, n_ctx: int) -> Iterator[dict[str, Contender]]:
+    """Fixed widths in one session: they learn nothing, and share the prompts it has read."""
+    with Session(pair.target, pair.draft, n_ctx=n_ctx, n_threads=pair.n_threads) as session:
+        yield {
+            str(width): Contender(partial(run_session, session, draft=width), session.reset)
+            for width in widths
+        }
 
 
 @contextmanager

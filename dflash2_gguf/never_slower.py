@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash2_gguf.contenders import (
     AUTO,
@@ -13,6 +13,7 @@ from dflash2_gguf.contenders import (
     PLAIN,
     Contender,
     Pair,
+    fixed,
     interleaved,
     open_all,
     ours,
@@ -24,6 +25,8 @@ from dflash2_gguf.measure import Request, Run, acceptance_length, same_answer
 __all__ = ["Cell", "best_of", "measure_cell", "our_systems", "pin_systems", "ratios"]
 
 Note = Callable[[str], None]
+
+_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +73,10 @@ class Cell:
 
 @contextmanager
 def our_systems(pair: Pair, widths: Sequence[int], n_ctx: int) -> Iterator[dict[str, Contender]]:
-    """Sessions without drafter, with the automatic width and with each fixed one."""
+    """Ours without drafter, with the automatic width and with each fixed one."""
     wanted = {PLAIN: ours(pair, False, n_ctx=n_ctx), AUTO: ours(pair, True, n_ctx=n_ctx)}
-    wanted |= {str(width): ours(pair, width, n_ctx=n_ctx) for width in widths}
-    with open_all(wanted) as contenders:
-        yield contenders
+    with open_all(wanted) as contenders, fixed(pair, widths, n_ctx=n_ctx) as others:
+        yield contenders | others
 
 
 @contextmanager
@@ -89,10 +91,14 @@ def pin_systems(pair: Pair, widths: Sequence[int], n_ctx: int) -> Iterator[dict[
 def measure_cell(
     workload: str, requests: Sequence[Request], systems: Mapping[str, Contender], note: Note
 ) -> Cell:
-    """Ask every system every request; the first request only warms up and is not counted."""
+    """Ask every system every request; the first request only warms up and is not counted.
+
+    The automatic width answers it whole, as it learns from it, the others only begin.
+    """
     names = list(systems)
+    brief = replace(requests[0], max_tokens=min(requests[0].max_tokens, _WARM_UP_TOKENS))
     for name in names:
-        systems[name].answer(requests[0])
+        systems[name].answer(requests[0] if name == AUTO else brief)
     runs: dict[str, list[list[Run]]] = {name: [] for name in names}
     for number, request in enumerate(requests[1:]):
         note(f"{workload}, prompt {number + 1} of {len(requests) - 1}")

@@ -1,8 +1,8 @@
 """Questions for the speed table, made of the held-out prompts in tests/assets.
 
-``python -m tests.workloads`` prints them as JSON lines: code, math and chat as they are; texts to
-repeat and to edit; facts to extract as JSON with a schema; questions about a long document, which
-is all chat and math prompts one after the other.
+``python -m tests.workloads`` prints them as JSON lines: code, math and chat as they are; code to
+copy and to edit; facts to extract as JSON with a schema; questions about a long document, which is
+chat and math prompts one after the other.
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ SCHEMA = {
     },
     "required": ["title", "facts"],
 }
+# a small target answers other texts instead of copying them
 EDITS = (
-    "Repeat this text exactly as it is",
-    "Repeat this text, but write every number as 42",
-    "Correct the spelling of this text and change nothing else",
+    "Copy this code word for word:\n\n{}\n\nCopy:",
+    "Copy this code, but rename the function to solve:\n\n{}\n\nCopy:",
+    "Copy this code, but leave the docstring out:\n\n{}\n\nCopy:",
 )
+N_MATH_ENTRIES = 22  # with all chat prompts, some 4300 tokens
 
 
 def questions() -> Iterator[dict[str, Any]]:
     """Workload, text and, where there is one, schema; workloads take turns."""
     texts = {name: _texts(source) for name, source in SETS.items()}
-    entries = "\n".join(f"Entry {i}: {t}" for i, t in enumerate(texts["chat"] + texts["math"], 1))
+    listed = enumerate(texts["chat"] + texts["math"][:N_MATH_ENTRIES], 1)
+    entries = "\n".join(f"Entry {i}: {text}" for i, text in listed)
     for i in range(PER_WORKLOAD):
         for name, found in texts.items():
             yield {"workload": name, "text": found[i]}
-        source = texts[("math", "chat", "code")[i % 3]][-1 - i]
-        yield {"workload": "copy and edit", "text": f"{EDITS[i % 3]}:\n\n{source}"}
+        code = texts["code"][-1 - i].partition("\n\n")[2]
+        yield {"workload": "copy and edit", "text": EDITS[i % len(EDITS)].format(code)}
         ask = f"Give this a title and list its facts as JSON:\n\n{texts['math'][-1 - i]}"
         yield {"workload": "JSON", "text": ask, "json_schema": SCHEMA}
-        ask = f"{entries}\n\nWhat is entry {7 * i + 3} about? Answer in a short paragraph."
+        ask = f"{entries}\n\nWhat is entry {5 * i + 3} about? Answer in a short paragraph."
         yield {"workload": "long context", "text": ask}
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash2_gguf import Session
 from dflash2_gguf.errors import CheckpointError, UsageError
+from dflash2_gguf.measure import first_difference
 from dflash2_gguf.workloads import Question, by_workload, read_questions
 from tests.workloads import questions
 
@@ -80,3 +82,14 @@ def test_the_bundled_questions_fill_six_workloads(tmp_path: Path) -> None:
     assert all(
         (question.json_schema is not None) == (question.workload == "JSON") for question in found
     )
+
+
+@pytest.mark.native
+def test_the_long_context_is_longer_than_4096_tokens_and_one_beginning(target_gguf: Path) -> None:
+    texts = [one["text"] for one in questions() if one["workload"] == "long context"]
+    with Session(target_gguf, n_ctx=256, n_threads=1) as session:
+        first, second = (session.tokenize(text) for text in texts[:2])
+    assert 4096 < len(first) < 5500
+    at = first_difference(first, second)
+    assert at is not None
+    assert at > 4096
