@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dflash2_gguf.contenders import PIN, PLAIN, Pair, Tokenizer, ours, pin
 from dflash2_gguf.engine import physical_cores
 from dflash2_gguf.errors import CheckpointError, DFlash2Error, OutputError, UsageError
 from dflash2_gguf.measure import Request
-from dflash2_gguf.never_slower import Cell, measure_cell, our_systems, pin_systems
+from dflash2_gguf.never_slower import Cell, measure_cells, our_systems, pin_systems
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
 from dflash2_gguf.workloads import Question, by_workload, read_questions
@@ -35,7 +34,6 @@ _PARTS = ("speed", "concurrency")
 _TEMPERATURES = (0.0, 1.0)
 _FEWEST_REQUESTS = 4  # of a concurrency pass
 _SPARE_TOKENS = 16  # of a context, for what is drafted beyond an answer's end
-_LONGEST_ALIKE = 1200  # characters of a question that is asked with many others
 
 
 @dataclass(frozen=True)
@@ -180,17 +178,12 @@ def _speed(
         tokenizer = Tokenizer(stack.enter_context(Session(pair.target, n_ctx=512)))
         servers = stack.enter_context(pin_systems(pair, options.pin_widths, options.ctx_size))
         for name, group in missing.items():
+            requests = [
+                {heat: tokenizer.request(one, options.max_tokens, heat) for heat in _TEMPERATURES}
+                for one in group
+            ]
             with our_systems(pair, options.widths, options.ctx_size) as sessions:
-                cells = [
-                    measure_cell(
-                        name,
-                        [tokenizer.request(one, options.max_tokens, heat) for one in group],
-                        sessions | servers,
-                        partial(_note, terminal, f"T {heat:g}"),
-                    )
-                    for heat in _TEMPERATURES
-                ]
-            results.add(*cells)
+                results.add(*measure_cells(name, requests, sessions | servers, terminal.note))
 
 
 def _concurrency(
@@ -205,7 +198,7 @@ def _concurrency(
     if not missing:
         return
     with Session(pair.target, n_ctx=512) as session:
-        requests = _alike(Tokenizer(session), questions, max(missing), options.max_tokens)
+        requests = _shortest(Tokenizer(session), questions, max(missing), options.max_tokens)
     n_ctx = max(len(one.prompt) for one in requests) + options.max_tokens + _SPARE_TOKENS
     terminal.note("answers given alone")
     with ours(pair, False, n_ctx=n_ctx) as plain:
@@ -215,26 +208,21 @@ def _concurrency(
     for number in missing:
         count = max(number, _FEWEST_REQUESTS)
         with parallel_systems(pair, number, n_ctx) as systems:
-            note = partial(_note, terminal, "")
-            results.add(measure_level(number, requests[:count], alone, systems, note))
+            results.add(measure_level(number, requests[:count], alone, systems, terminal.note))
 
 
-def _alike(
+def _shortest(
     tokenizer: Tokenizer, questions: Sequence[Question], most: int, max_tokens: int
 ) -> list[Request]:
-    """Greedy requests of short questions, no two of which are the same."""
+    """Greedy requests of the shortest questions: reading prompts is not what is compared."""
     count = max(most, _FEWEST_REQUESTS)
-    short = [q for q in questions if q.json_schema is None and len(q.text) <= _LONGEST_ALIKE]
-    if len(short) < count:
+    free = sorted((q for q in questions if q.json_schema is None), key=lambda q: len(q.text))
+    if len(free) < count:
         raise UsageError(
-            f"{count} requests at a time need as many questions, there are {len(short)}",
-            f"add questions without a schema of up to {_LONGEST_ALIKE} characters",
+            f"{count} requests at a time need as many questions, there are {len(free)}",
+            "add questions without a schema, or ask fewer at a time (--parallel)",
         )
-    return [tokenizer.request(one, max_tokens, 0.0) for one in short[:count]]
-
-
-def _note(terminal: Terminal, place: str, text: str) -> None:
-    terminal.note(f"{place} {text}".strip())
+    return [tokenizer.request(one, max_tokens, 0.0) for one in free[:count]]
 
 
 def _command(options: argparse.Namespace) -> str:

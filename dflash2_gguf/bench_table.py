@@ -20,19 +20,19 @@ in brackets the smallest and largest. Every system answers every prompt, in an o
 round from prompt to prompt; decoding without a drafter and with the automatic width answer twice,
 at both ends. Only the time after the first token counts. The pin is the unpatched llama.cpp, its
 llama-server with the same files and threads. The automatic width is a session of its own that lives
-over all prompts of a workload at both temperatures, and before each temperature one answer, to a
-prompt of its own, is not counted: it learns what steps cost while it runs.
+over all prompts of a workload at both temperatures; its answers to a first prompt are not counted:
+it learns what steps cost while it runs.
 Temperature 1 is sampled with top-p 0.95 and nothing else, with one seed; there our answers and the
 pin's are different texts. A document that prompts share is read once per system. The best width is
 chosen from these very figures, which favours it.
 """
 _CONCURRENCY = """\
 Tokens per second of all requests together, from the first request to the last answer, prompts
-included, from empty caches; after one short uncounted pass, one forwards and one backwards through
-the systems. Ours runs in one process with a Python thread per request, the pin behind HTTP without
-streaming: what Python and HTTP cost is in the figures. Greedy. Answers that differ are compared
-with those given one at a time, without drafter, by the same program; evaluated together, rows round
-differently, which exact mode rules out.
+included, from empty caches; after short uncounted answers, one pass forwards and one backwards
+through the systems. Ours runs in one process with a Python thread per request, the pin behind HTTP
+without streaming: what Python and HTTP cost is in the figures. Greedy. Answers that differ are
+compared with those given one at a time, without drafter, by the same program; evaluated together,
+rows round differently, which exact mode rules out.
 """
 _SYSTEMS = """\
 Tokens per second (median), tokens per step, and prompts with an answer that differs, where there

@@ -84,14 +84,15 @@ def measure_level(
     systems: Mapping[str, Contender],
     note: Note,
 ) -> Level:
-    """A short pass of every system to warm up, then one forwards and one backwards through them.
+    """One pass forwards and one backwards through the systems, after some short answers.
 
+    The short answers are as many as requests for systems that learn, one for the others.
     ``alone`` holds the answers given one at a time, by PLAIN and by PIN.
     """
     short = [replace(one, max_tokens=min(one.max_tokens, _WARM_UP_TOKENS)) for one in requests]
     for name, system in systems.items():
         note(f"{n_parallel} at a time, {name}, to warm up")
-        _pass(system, short, n_parallel)
+        _pass(system, short if name in (AUTO, EXACT) else short[:1], n_parallel)
     passes: dict[str, list[tuple[float, list[Run]]]] = {name: [] for name in systems}
     for name in (*systems, *reversed(list(systems))):
         note(f"{n_parallel} at a time, {name}")

@@ -22,7 +22,7 @@ from dflash2_gguf.contenders import (
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.measure import Request, Run, acceptance_length, same_answer
 
-__all__ = ["Cell", "best_of", "measure_cell", "our_systems", "pin_systems", "ratios"]
+__all__ = ["Cell", "best_of", "measure_cells", "our_systems", "pin_systems", "ratios"]
 
 Note = Callable[[str], None]
 
@@ -88,25 +88,33 @@ def pin_systems(pair: Pair, widths: Sequence[int], n_ctx: int) -> Iterator[dict[
         yield contenders
 
 
-def measure_cell(
-    workload: str, requests: Sequence[Request], systems: Mapping[str, Contender], note: Note
-) -> Cell:
-    """Ask every system every request; the first request only warms up and is not counted.
+def measure_cells(
+    workload: str,
+    requests: Sequence[Mapping[float, Request]],
+    systems: Mapping[str, Contender],
+    note: Note,
+) -> list[Cell]:
+    """Ask every system every request, each question at all its temperatures in a row.
 
-    The automatic width answers it whole, as it learns from it, the others only begin.
+    So a prompt is read once. The first question only warms up and is not counted: the automatic
+    width answers it whole, as it learns from it, the others only begin.
     """
-    names = list(systems)
-    brief = replace(requests[0], max_tokens=min(requests[0].max_tokens, _WARM_UP_TOKENS))
-    for name in names:
-        systems[name].answer(requests[0] if name == AUTO else brief)
-    runs: dict[str, list[list[Run]]] = {name: [] for name in names}
-    for number, request in enumerate(requests[1:]):
-        note(f"{workload}, prompt {number + 1} of {len(requests) - 1}")
-        for name in names:
-            runs[name].append([])
-        for name in interleaved(names, number):
-            runs[name][-1].append(systems[name].answer(request))
-    return _cell(workload, requests[0].sampling.temperature, runs)
+    for first in requests[0].values():
+        brief = replace(first, max_tokens=min(first.max_tokens, _WARM_UP_TOKENS))
+        for name, system in systems.items():
+            system.answer(first if name == AUTO else brief)
+    runs: dict[float, list[dict[str, list[Run]]]] = {heat: [] for heat in requests[0]}
+    for number, question in enumerate(requests[1:]):
+        for heat, request in question.items():
+            note(f"{workload}, prompt {number + 1} of {len(requests) - 1}, T {heat:g}")
+            answers: dict[str, list[Run]] = {name: [] for name in systems}
+            for name in interleaved(list(systems), number):
+                answers[name].append(systems[name].answer(request))
+            runs[heat].append(answers)
+    return [
+        _cell(workload, heat, {name: [answers[name] for answers in done] for name in systems})
+        for heat, done in runs.items()
+    ]
 
 
 def ratios(cell: Cell, over: str, under: str) -> list[float]:

@@ -14,7 +14,7 @@ from dflash2_gguf.concurrency import Level, measure_level, rate_ratios
 from dflash2_gguf.contenders import PIN, PLAIN, Contender, interleaved
 from dflash2_gguf.errors import CheckpointError, OutputError, UsageError
 from dflash2_gguf.measure import Request, Run
-from dflash2_gguf.never_slower import Cell, best_of, measure_cell, ratios
+from dflash2_gguf.never_slower import Cell, best_of, measure_cells, ratios
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.stats import Stats
 
@@ -57,7 +57,9 @@ def _ignore(text: str) -> None:
 
 
 def _measured(temperature: float = 0.0, **different: Sequence[int]) -> Cell:
-    return measure_cell("code", _requests(3, temperature), _fakes([], **different), _ignore)
+    requests = [{temperature: one} for one in _requests(3, temperature)]
+    (cell,) = measure_cells("code", requests, _fakes([], **different), _ignore)
+    return cell
 
 
 def test_the_order_turns_round_and_the_first_two_run_twice() -> None:
@@ -68,7 +70,7 @@ def test_the_order_turns_round_and_the_first_two_run_twice() -> None:
 
 def test_a_first_answer_warms_up_and_is_not_counted() -> None:
     log: list[str] = []
-    cell = measure_cell("code", _requests(3), _fakes(log), _ignore)
+    (cell,) = measure_cells("code", [{0.0: one} for one in _requests(3)], _fakes(log), _ignore)
     assert log[: len(NAMES)] == list(NAMES)
     assert len(log) == len(NAMES) + 2 * (len(NAMES) + 2)
     assert cell.n_prompts == 2
@@ -149,6 +151,21 @@ def test_caches_are_emptied_before_each_pass() -> None:
     systems = {PLAIN: Contender(fake.answer, fake.forget)}
     measure_level(2, _requests(2), {PLAIN: [fake.answer(_requests(1)[0])] * 2}, systems, _ignore)
     assert fake.n_forgotten == 3
+
+
+def test_each_question_is_asked_at_all_temperatures_before_the_next() -> None:
+    asked: list[float] = []
+
+    def answer(request: Request) -> Run:
+        asked.append(request.sampling.temperature)
+        return Run((1, 2), "", 1.0, 1.0)
+
+    pairs = [{heat: _requests(1, heat)[0] for heat in (0.0, 1.0)} for _ in range(3)]
+    systems = {"plain": Contender(answer, lambda: None), "auto": Contender(answer, lambda: None)}
+    cells = measure_cells("code", pairs, systems, _ignore)
+    assert [cell.temperature for cell in cells] == [0, 1]
+    assert [cell.n_prompts for cell in cells] == [2, 2]
+    assert asked == [0.0] * 2 + [1.0] * 2 + 2 * ([0.0] * 4 + [1.0] * 4)
 
 
 def test_the_page_holds_every_figure() -> None:
