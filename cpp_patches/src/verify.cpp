@@ -238,19 +238,26 @@ double residual(const dflash2_distribution & p,
     return sum;
 }
 
+// Numbers for drafts and coins are drawn anew for every round, which its first position names. A rule that looks at
+// coins behind the prefix it keeps would else meet them again in the next round, knowing how they fell.
 class sampled_rule : public dflash2_verifier_rule {
   public:
     explicit sampled_rule(dflash2_sampler sampler) : dflash2_verifier_rule(std::move(sampler)) {}
 
     void walk(const dflash2_lattice & lattice, int32_t n, llama_pos pos, dflash2_path & path) const override {
         walk_lattice(sampler_, lattice, n, pos, true, path, [&](const dflash2_distribution & q, llama_pos p) {
-            return q.draw(uniform(p, dflash2_purpose::DRAFT));
+            return q.draw(uniform(p, dflash2_purpose::DRAFT, round_of(pos)));
         });
     }
 
   protected:
-    double uniform(llama_pos pos, dflash2_purpose purpose) const {
-        return dflash2_uniform(dflash2_key(sampler_.seed(), pos, purpose));
+    static constexpr llama_pos ANY_ROUND = -1;
+
+    // round that starts at pos; ANY_ROUND for rules that look at nothing behind what they keep
+    virtual llama_pos round_of(llama_pos) const { return ANY_ROUND; }
+
+    double uniform(llama_pos pos, dflash2_purpose purpose, llama_pos round = ANY_ROUND) const {
+        return dflash2_uniform(dflash2_key(sampler_.seed(), pos, purpose), round);
     }
 
     // a draw from an unnormalised distribution; from p where rounding left nothing
@@ -324,7 +331,7 @@ class block_rule : public sampled_rule {
             state.apply(rows(i), pos + i, p_);
             if (i == n) {
                 // h_n = r_n; the whole path is kept and the next token is the target's
-                if (n == 0 || uniform(pos + n - 1, dflash2_purpose::ACCEPT) < ratio) {
+                if (n == 0 || uniform(pos + n - 1, dflash2_purpose::ACCEPT, pos) < ratio) {
                     n_kept   = n;
                     sum_     = 1.0;
                     weights_ = p_;
@@ -334,7 +341,7 @@ class block_rule : public sampled_rule {
             }
             const double sum = residual(p_, path.q[i], ratio, residual_);
             const double h   = sum > 0.0 ? sum / (sum + 1.0 - ratio) : 0.0;
-            if (i == 0 || uniform(pos + i - 1, dflash2_purpose::ACCEPT) < h) {
+            if (i == 0 || uniform(pos + i - 1, dflash2_purpose::ACCEPT, pos) < h) {
                 n_kept = i;
                 sum_   = sum;
                 std::swap(weights_, residual_);
@@ -352,6 +359,8 @@ class block_rule : public sampled_rule {
     }
 
   private:
+    llama_pos round_of(llama_pos pos) const override { return pos; }
+
     // nothing after a drafted stop token can be produced
     static int32_t n_until_stop(const dflash2_path & path, const is_stop_fn & is_stop) {
         const auto end = std::find_if(path.tokens.begin(), path.tokens.end(), is_stop);

@@ -45,7 +45,7 @@ struct world {
     }
 
     // scores resemble the target's logits, but not quite; one candidate is missing
-    dflash2_lattice lattice(llama_token anchor) const {
+    dflash2_lattice lattice(int depth, llama_token anchor) const {
         dflash2_lattice l;
         l.n_rows = N_DRAFT;
         l.top_k  = K;
@@ -59,7 +59,8 @@ struct world {
                 const llama_token last = t == 0 ? anchor : l.candidates[(t - 1) * K + a];
                 for (int b = 0; b < K; ++b) {
                     const llama_token id = l.candidates[t * K + b];
-                    l.scores.push_back((float) (4.0 * toy(salt, t, last, id) + 1.5 * toy(salt + 7, t, last, id)));
+                    l.scores.push_back(
+                        (float) (4.0 * toy(salt, depth + t, last, id) + 1.5 * toy(salt + 7, depth + t, last, id)));
                 }
             }
         }
@@ -179,7 +180,7 @@ static void enumerate(const world &            w,
     }
 }
 
-// Speculative steps until depth tokens exist. mutate may spoil the path that the rule judges.
+// Rounds until depth tokens exist. mutate may spoil the path that the rule judges.
 static std::vector<llama_token> decode(const world &                                                        w,
                                        const llama_model *                                                  model,
                                        uint32_t                                                             seed,
@@ -193,27 +194,24 @@ static std::vector<llama_token> decode(const world &                            
     const llama_token anchor = ANCHOR;
     rule->prime(&anchor, 1);
 
-    dflash2_path    path;
-    dflash2_lattice lattice = w.lattice(ANCHOR);
-    rule->walk(lattice, N_DRAFT, 0, path);
-    if (mutate) {
-        mutate(path, lattice);
-    }
-
-    std::vector<llama_token>        out;
-    std::vector<std::vector<float>> rows;
-    for (size_t i = 0; i <= path.tokens.size(); ++i) {
-        rows.push_back(w.target_logits((int) i, i == 0 ? ANCHOR : path.tokens[i - 1]));
-    }
-    const auto never = [](llama_token) {
-        return false;
-    };
-    accepted += rule->accept([&](int32_t i) { return rows[i].data(); }, 0, path, never, 0.0, out).n_accepted;
-
-    // the rest by plain steps of the same rule
+    // rounds that follow each other: what one round drew must not tell the next
+    std::vector<llama_token> out;
     while (out.size() < depth) {
-        const auto logits = w.target_logits((int) out.size(), out.back());
-        rule->accept([&](int32_t) { return logits.data(); }, (llama_pos) out.size(), dflash2_path(), never, 0.0, out);
+        const int                       begin   = (int) out.size();
+        const llama_token               last    = out.empty() ? ANCHOR : out.back();
+        const dflash2_lattice           lattice = w.lattice(begin, last);
+        dflash2_path                    path;
+        std::vector<std::vector<float>> rows;
+        rule->walk(lattice, N_DRAFT, begin, path);
+        if (mutate) {
+            mutate(path, lattice);
+        }
+        for (size_t i = 0; i <= path.tokens.size(); ++i) {
+            rows.push_back(w.target_logits(begin + (int) i, i == 0 ? last : path.tokens[i - 1]));
+        }
+        const auto verdict = rule->accept([&](int32_t i) { return rows[i].data(); }, begin, path,
+                                          [](llama_token) { return false; }, 0.0, out);
+        accepted += begin == 0 ? verdict.n_accepted : 0;
     }
     out.resize(depth);
     return out;

@@ -97,7 +97,7 @@ def record(
 def record_restored(
     sessions: tuple[int, int], prompts: Sequence[Sequence[int]], n_predict: int, after: int
 ) -> list[Record]:
-    """As ``record``, one by one: after some steps on in the other session, as saved in the first."""
+    """As ``record``, one by one: begun in the first session, saved, and finished in the second."""
     library, records = api().dflash2, []
     width = library.dflash2_session_n_draft_max(sessions[0])
     options = {"verifier": _GREEDY, "n_predict": n_predict, "n_draft_max": width}
