@@ -19,10 +19,10 @@ from typing import Any
 
 from dflash2_gguf.bench_table import page
 from dflash2_gguf.concurrency import Level, measure_level, parallel_systems
-from dflash2_gguf.contenders import PIN, PLAIN, Pair, Tokenizer, ours, pin
+from dflash2_gguf.contenders import PIN, PLAIN, Contender, Pair, Tokenizer, ours, pin
 from dflash2_gguf.engine import physical_cores
 from dflash2_gguf.errors import CheckpointError, DFlash2Error, OutputError, UsageError
-from dflash2_gguf.measure import Request
+from dflash2_gguf.measure import Request, Run
 from dflash2_gguf.never_slower import Cell, measure_cells, our_systems, pin_systems
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
@@ -202,9 +202,9 @@ def _concurrency(
     n_ctx = max(len(one.prompt) for one in requests) + options.max_tokens + _SPARE_TOKENS
     terminal.note("answers given alone")
     with ours(pair, False, n_ctx=n_ctx) as plain:
-        alone = {PLAIN: [plain.answer(one) for one in requests]}
+        alone = {PLAIN: [_from_empty(plain, one) for one in requests]}
     with pin(pair, 0, n_ctx=n_ctx) as server:
-        alone[PIN] = [server.answer(one) for one in requests]
+        alone[PIN] = [_from_empty(server, one) for one in requests]
     for number in missing:
         count = max(number, _FEWEST_REQUESTS)
         with parallel_systems(pair, number, n_ctx) as systems:
@@ -223,6 +223,12 @@ def _shortest(
             "add questions without a schema, or ask fewer at a time (--parallel)",
         )
     return [tokenizer.request(one, max_tokens, 0.0) for one in free[:count]]
+
+
+def _from_empty(system: Contender, request: Request) -> Run:
+    """What is reused of another prompt was evaluated in other batches, and rounds differently."""
+    system.forget()
+    return system.answer(request)
 
 
 def _command(options: argparse.Namespace) -> str:
