@@ -37,6 +37,8 @@ rows round differently, which exact mode rules out.
 _SYSTEMS = """\
 Tokens per second (median), tokens per step, and prompts with an answer that differs, where there
 are any: from decoding without a drafter, and for sampled answers of the pin from the pin's own.
+Rows evaluated together, and a prompt of which the cache held a part, round differently than rows
+evaluated one by one, which can turn a decision between two tokens that are almost equal.
 """
 
 
