@@ -7,6 +7,9 @@ with a larger margin is an error.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.oracle.bigram import write_bigram_draft
-from tests.oracle.builds import Build
+from tests.oracle.builds import ROOT, Build
 from tests.oracle.conftest import REAL_PAIR, RealRun
 from tests.oracle.tiny_pairs import DraftShape
 
@@ -82,6 +85,7 @@ def noise(build: Build, path: Path, texts: Sequence[list[int]], **options: int) 
 class TinyRun:
     """Answers of one tiny target on the pin and, with a drafter, on ours."""
 
+    prove: list[str]  # the command that compares the same prompts
     plain: dict[str, np.ndarray]
     drafted: dict[str, np.ndarray]
     together: dict[str, np.ndarray]  # the same, all prompts at once
@@ -120,13 +124,16 @@ def tiny_run(
         "type_v": 0,
         **FLOAT32,
     }
+    texts_file = folder / "prompts.jsonl"
+    texts_file.write_text("".join(json.dumps({"tokens": prompt}) + "\n" for prompt in prompts))
+    prove = ["prove", "-m", str(path), "-d", job["draft"], "--prompts", str(texts_file)]
     drafted = ours.run_one(**job)
     together = ours.run_one(**{**job, "n_seq_max": 3, "n_ctx": 3 * FLOAT32["n_ctx"]})
     level = noise(pin, path, texts, kv_type=0, **FLOAT32)
     doubts = {"exact": True, "noise_min": 1000 * level}
     exact = ours.run_one(**{**job, "n_seq_max": 3, "n_ctx": 3 * FLOAT32["n_ctx"], **doubts})
     restored = ours.run_one(**{**job, "job": "restored", "after": 5})
-    return TinyRun(plain, drafted, together, restored, exact, level)
+    return TinyRun(prove, plain, drafted, together, restored, exact, level)
 
 
 def _shape(name: str, sizes: dict[str, int]) -> DraftShape:
@@ -169,6 +176,20 @@ def test_exact_mode_gives_the_pin_s_plain_tokens_however_close_they_are(
 ) -> None:
     assert not tiny_run.exact["failures"].any()
     assert tiny_run.exact["tokens"].tolist() == tiny_run.plain["tokens"].tolist()
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temp", "1", "--seed", "7"]])
+def test_prove_finds_no_difference(tiny_run: TinyRun, sampling: list[str]) -> None:
+    words = [*tiny_run.prove, "-n", "48", "-c", "256", "-t", "1", "--draft-max", "7", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash2_gguf", *words, *sampling],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["n_different"] == 0
 
 
 def test_tiny_target_accepts_some_drafts_and_rejects_others(tiny_run: TinyRun) -> None:
