@@ -14,11 +14,14 @@ static constexpr double  CHANCE_PRIOR   = 4.0;
 static constexpr double  RATE_MEMORY    = 96.0;   // drafting rounds
 static constexpr double  RATE_DOUBT     = 1.0;    // standard errors by which a rate must miss before drafting stops
 static constexpr int64_t PROVEN_ROUNDS  = 64;     // of drafting that pays, after which a stop is a new event
-static constexpr int32_t EXPLORE_ROUNDS = 6;
+static constexpr int32_t EXPLORE_ROUNDS = 3;
 static constexpr int32_t PROBE_ROUNDS   = 4;
-static constexpr int32_t PROBE_FIRST    = 64;  // plain steps until the first probe; doubles up to the last
+static constexpr int32_t PROBE_FIRST    = 64;    // plain steps until the first probe; doubles up to the last
 static constexpr int32_t PROBE_LAST     = 2048;
-static constexpr int32_t REFRESH_EVERY  = 48;  // drafting rounds
+static constexpr double  PROBE_SHARE    = 0.01;  // of the time, for finding out again that drafting does not pay
+static constexpr int32_t PROBE_HOPELESS = 2;     // rounds of a probe after which it may end early,
+static constexpr double  HOPELESS       = 0.6;   // below this part of the plain rate
+static constexpr int32_t REFRESH_EVERY  = 48;    // drafting rounds
 
 //
 // costs
@@ -170,7 +173,7 @@ int32_t dflash2_width::plan(const dflash2_costs & costs, int32_t n_past, int32_t
         return n_draft_max_;
     }
     if (drafting_) {
-        return plan_drafting(n_seqs / costs.target(n_past, n_seqs));
+        return plan_drafting(n_seqs, costs.target(n_past, n_seqs));
     }
     if (--until_probe_ > 0) {
         reason_ = DFLASH2_WIDTH_PLAIN;
@@ -185,17 +188,29 @@ int32_t dflash2_width::plan(const dflash2_costs & costs, int32_t n_past, int32_t
     return n_draft_max_;
 }
 
-int32_t dflash2_width::plan_drafting(double plain_rate) {
+// Drafting stops. The dearer it was to see that it does not pay, the longer until it is tried again.
+void dflash2_width::stop_drafting(int32_t n_seqs, double plain_us) {
+    const double lost_us = us_ - tokens_ * plain_us / n_seqs;
+    drafting_            = false;
+    probe_rounds_        = 0;
+    probe_every_         = std::min(std::max(PROBE_FIRST, 2 * probe_every_), PROBE_LAST);
+    until_probe_         = std::max(probe_every_, (int32_t) (lost_us / (PROBE_SHARE * plain_us)));
+    reason_              = DFLASH2_WIDTH_PLAIN;
+}
+
+int32_t dflash2_width::plan_drafting(int32_t n_seqs, double plain_us) {
+    const double plain_rate = n_seqs / plain_us;
     if (probe_rounds_ > 0) {
+        if (n_rounds_ >= PROBE_HOPELESS && drafting_rate() < HOPELESS * plain_rate) {
+            stop_drafting(n_seqs, plain_us);
+            return 0;
+        }
         --probe_rounds_;
         reason_ = DFLASH2_WIDTH_PROBES;
         return n_draft_max_;
     }
     if (drafting_rate() * (1.0 + RATE_DOUBT * relative_error()) < plain_rate) {
-        drafting_    = false;
-        probe_every_ = std::min(std::max(PROBE_FIRST, 2 * probe_every_), PROBE_LAST);
-        until_probe_ = probe_every_;
-        reason_      = DFLASH2_WIDTH_PLAIN;
+        stop_drafting(n_seqs, plain_us);
         return 0;
     }
     if (++until_refresh_ >= REFRESH_EVERY) {

@@ -95,7 +95,8 @@ class dflash2_width {
     dflash2_width_reason last_reason() const { return reason_; }
 
   private:
-    int32_t plan_drafting(double plain_rate);
+    int32_t plan_drafting(int32_t n_seqs, double plain_us);
+    void    stop_drafting(int32_t n_seqs, double plain_us);
     double  drafting_rate() const;
     double  relative_error() const;
 
