@@ -39,3 +39,10 @@ def test_automatic_width_is_never_slower_on_simulated_machines(programs: Path) -
     report = run(programs / "test-width")
     assert report.count(" ok\n") == 90
     assert report.endswith("never slower\n")
+
+
+def test_a_grammar_shown_the_likeliest_tokens_first_gives_the_same_distribution(
+    programs: Path, target_gguf: Path
+) -> None:
+    report = run(programs / "test-lazy-grammar", str(target_gguf))
+    assert report == "48 distributions, 0 wrong\n"

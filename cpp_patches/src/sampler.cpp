@@ -173,6 +173,11 @@ dflash2_sampler::dflash2_sampler(const llama_model * model, const dflash2_seq_pa
     xtc_t_    = params.xtc_threshold;
     seed_     = params.seed;
     n_vocab_  = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    if (is_greedy()) {
+        n_kept_ = 1;
+    } else if (params.top_k > 0 && params.top_n_sigma <= 0.0f) {
+        n_kept_ = params.top_k;  // the first to look at the tokens
+    }
     // a repetition penalty divides positive logits and multiplies negative ones
     if (has_penalties(params)) {
         noise_gain_ = std::max<double>(params.penalty_repeat, 1.0 / params.penalty_repeat);
@@ -189,7 +194,8 @@ dflash2_sampler::dflash2_sampler(const dflash2_sampler & other) :
     xtc_t_(other.xtc_t_),
     noise_gain_(other.noise_gain_),
     seed_(other.seed_),
-    n_vocab_(other.n_vocab_) {}
+    n_vocab_(other.n_vocab_),
+    n_kept_(other.n_kept_) {}
 
 dflash2_sampler & dflash2_sampler::operator=(const dflash2_sampler & other) {
     *this = dflash2_sampler(other);
@@ -254,6 +260,39 @@ void dflash2_sampler::weigh(const float * logits, dflash2_distribution & out) co
     apply_all({ &bias_, &grammar_, &history_ }, out);
 }
 
+// The same, but only the likeliest tokens, where no other can matter: a grammar takes long to look at a vocabulary, and
+// mostly allows what the target wants. False where that is not known.
+bool dflash2_sampler::weigh_likeliest(const float * logits, dflash2_distribution & out) const {
+    if (!grammar_ || n_kept_ == 0) {
+        return false;
+    }
+    // bias and penalties change tokens one by one, so the grammar may come after them
+    dflash2_distribution all;
+    all.data.resize(n_vocab_);
+    for (llama_token id = 0; id < n_vocab_; ++id) {
+        all.data[id] = { id, logits[id], 0.0f };
+    }
+    apply_all({ &bias_, &history_ }, all);
+
+    const auto likelier = [](const llama_token_data & a, const llama_token_data & b) {
+        return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+    };
+    for (size_t n = std::max(64, 2 * n_kept_); n < all.data.size(); n *= 8) {
+        std::nth_element(all.data.begin(), all.data.begin() + n, all.data.end(), likelier);
+        out.data.assign(all.data.begin(), all.data.begin() + n);
+        apply_all({ &grammar_ }, out);
+        const auto forbidden = [](const llama_token_data & e) {
+            return !(e.logit > -INFINITY);
+        };
+        out.data.erase(std::remove_if(out.data.begin(), out.data.end(), forbidden), out.data.end());
+        if (out.data.size() >= (size_t) n_kept_) {
+            std::sort(out.data.begin(), out.data.end(), likelier);
+            return true;
+        }
+    }
+    return false;
+}
+
 void dflash2_sampler::truncate(llama_pos pos, dflash2_distribution & out) const {
     llama_sampler_ptr xtc;
     if (xtc_p_ > 0.0f) {
@@ -265,7 +304,9 @@ void dflash2_sampler::truncate(llama_pos pos, dflash2_distribution & out) const 
 }
 
 void dflash2_sampler::apply(const float * logits, llama_pos pos, dflash2_distribution & out) const {
-    weigh(logits, out);
+    if (!weigh_likeliest(logits, out)) {
+        weigh(logits, out);
+    }
     truncate(pos, out);
     finish(out);
 }

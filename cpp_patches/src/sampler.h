@@ -70,6 +70,7 @@ class dflash2_sampler {
 
   private:
     void weigh(const float * logits, dflash2_distribution & out) const;
+    bool weigh_likeliest(const float * logits, dflash2_distribution & out) const;
     void truncate(llama_pos pos, dflash2_distribution & out) const;
     void finish(dflash2_distribution & out) const;
 
@@ -84,4 +85,5 @@ class dflash2_sampler {
     double   noise_gain_ = 1.0;
     uint32_t seed_       = 0;
     int32_t  n_vocab_    = 0;
+    int32_t  n_kept_     = 0;  // no more tokens than this survive truncation, 0 = unknown
 };
