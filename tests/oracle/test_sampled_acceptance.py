@@ -159,13 +159,13 @@ def test_reject_on_the_real_pair_is_within_2_percent_of_the_reference(
 def test_block_accepts_at_least_as_much_as_reject(rules: Rules) -> None:
     found = rules.against("block", "reject")
     assert found.value >= 1 - 3 * found.error
-    assert found.error <= 0.03
+    assert found.error <= 0.04
 
 
 def test_coupled_accepts_nearly_as_much_as_reject(rules: Rules) -> None:
     found = rules.against("coupled", "reject")
     assert found.value >= 0.9 - 3 * found.error
-    assert found.error <= 0.03
+    assert found.error <= 0.04
 
 
 @pytest.mark.parametrize("rule", ["reject", "block", "coupled"])
