@@ -10,7 +10,7 @@ PATCHTOOL := $(PY) cpp_patches/patchtool.py
 # llama-cpp-python is used for its ctypes layer only; ours is the one llama.cpp that gets compiled
 PIP := PYTHONWARNINGS=ignore CMAKE_ARGS="$(CMAKE_ARGS) -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint build bench wheel fork clean
+.PHONY: help demo test lint build bench bench-peer wheel fork clean
 .PHONY: patches-apply patches-refresh patches-check patches-stats
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test             ruff, mypy and pytest; DFLASH2_PEER=1 adds comparisons with upstream"
 	@echo "make build            the native libraries alone"
 	@echo "make bench            speed per workload and with many requests, into docs/speed.md"
+	@echo "make bench-peer       a short look at speed against the unpatched llama.cpp"
 	@echo "make wheel            wheels of this package and what it needs, in dist/"
 	@echo "make fork DIR=x       a full patched llama.cpp source tree"
 	@echo "make patches-apply | patches-refresh | patches-check | patches-stats"
@@ -45,13 +46,15 @@ lint: $(VENV)/.installed-test
 build: $(VENV)/.tools
 	@$(PATCHTOOL) build
 
-bench: $(VENV)/.installed
+bench: MEASURE := --results build/bench.jsonl --write docs/speed.md
+bench-peer: MEASURE := --results build/bench-peer.jsonl --parts speed --limit 1 -n 48
+bench bench-peer: $(VENV)/.installed
 	@server=$$($(PATCHTOOL) build --peer | tail -1)/llama-server && \
 	target=$$($(PY) -m tests.provisions target) && \
 	draft=$$($(PY) -m tests.provisions drafter $(PRESET)) && \
 	$(PY) -m tests.workloads > build/workloads.jsonl && \
 	$(PY) -m dflash2_gguf.bench --target "$$target" --draft "$$draft" --server "$$server" \
-		--workloads build/workloads.jsonl --results build/bench.jsonl --write docs/speed.md $(ARGS)
+		--workloads build/workloads.jsonl $(MEASURE) $(ARGS)
 
 wheel: $(VENV)/.tools
 	$(PIP) wheel --wheel-dir dist .
