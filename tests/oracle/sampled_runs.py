@@ -111,12 +111,13 @@ def of_pin(
     requests: list[dict[str, Any]] = [
         {
             "prompt": prompt,
-            "seed": seed,
+            # the pin's numbers follow from the seed alone: one for all would be one draw, not 64
+            "seed": 1000 * seed + number,
             "temperature": temperature,
             "n_predict": N_PREDICT,
             **_SAMPLING,
         }
-        for prompt in prompts
+        for number, prompt in enumerate(prompts)
         for seed in seeds
     ]
     found = answers(build.libraries / "llama-server", pair, WIDTH, requests)
