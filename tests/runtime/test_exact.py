@@ -63,6 +63,24 @@ def test_doubted_decisions_are_those_of_plain_decoding(
     assert exact.stats.n_accepted > 0
 
 
+def test_a_generation_can_be_saved_while_it_is_in_doubt(
+    session: Session, doubtful: Session
+) -> None:
+    sampling = SAMPLINGS["coupled"]
+    plain = collect(list(session.chat(QUESTION, max_tokens=32, sampling=sampling, draft=False)))
+    for stop_after in (1, 3, 6):
+        doubtful.reset()
+        pieces = doubtful.chat(QUESTION, max_tokens=32, sampling=sampling)
+        told = [next(pieces) for _ in range(stop_after)]
+        state = doubtful.save()
+        pieces.close()
+        for other in (doubtful, session):
+            other.reset()
+            other.restore(state)
+            rest = collect(list(other.resume()))
+            assert collect(told).tokens + rest.tokens == plain.tokens
+
+
 def test_an_exact_session_serves_many_sequences(
     session: Session, target_gguf: Path, drafter: Path
 ) -> None:
