@@ -81,7 +81,10 @@ def _demo(options: argparse.Namespace, terminal: Terminal) -> int:
 
     with launch(None) as plain, launch(options.draft) as drafted:
         answers = []
-        for question in PROMPTS:
+        for number, question in enumerate(PROMPTS, 1):
+            terminal.note(
+                f"question {number} of {len(PROMPTS)}, answered in three ways, twice each"
+            )
             answers.append(_ask(question, plain, drafted, options.max_tokens))
             terminal.write(_describe(question, answers[-1]))
         terminal.write(_summary(answers, drafted.draft_max))

@@ -277,7 +277,7 @@ def failure(status: int, what: str) -> DFlash2Error:
     if status == _PAIR:
         return PairError(message, "use another drafter, or decode plainly without one")
     if status == _STATE:
-        return StateError(message, "restore states with the models and the build that saved them")
+        return StateError(message, "restore it in a session like the one that saved it")
     return UsageError(message) if status == _ARGUMENT else NativeError(message)
 
 

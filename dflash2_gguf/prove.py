@@ -16,6 +16,8 @@ from dflash2_gguf.ui import Terminal
 
 __all__ = ["Difference", "Proof", "ProofSettings", "prove", "read_prompts"]
 
+_HARDLY_DRAFTED = 1.05  # tokens per step
+
 # a text, or token ids
 Prompt = str | tuple[int, ...]
 
@@ -72,6 +74,10 @@ def prove(launch: Launch, settings: ProofSettings, terminal: Terminal) -> int:
         raise UsageError("there is no drafter", "name its GGUF file with -d")
     proof = _compare(launch, settings, terminal)
     terminal.write(json.dumps(asdict(proof)) + "\n" if settings.as_json else _describe(proof))
+    if proof.acceptance_length < _HARDLY_DRAFTED:
+        terminal.warning(
+            "hardly any draft was kept, so little was compared; --draft-max 7 drafts at every step"
+        )
     return 1 if proof.n_different else 0
 
 

@@ -273,7 +273,8 @@ class Session:
 
         Prompts that begin with these tokens go on from there. A session without the drafter of the
         one that saved, or with another, restores it too. Raises StateError for a state that is
-        damaged or of another target or build, CheckpointError for a file that cannot be read.
+        damaged, or of another target, build or ``n_parallel``, CheckpointError for a file that
+        cannot be read.
         """
         data = state if isinstance(state, bytes) else _read_file(Path(state))
         seq = self._scheduler.restore(data)
@@ -319,7 +320,10 @@ class Session:
         with self._scheduler.engine(urgent=True):
             seq = self._scheduler.latest
             if not self._open_engine().is_active(seq):
-                raise UsageError("there is no unfinished generation", "restore one first")
+                raise UsageError(
+                    "there is no unfinished generation",
+                    "restore one that was saved before its iterator ended or was closed",
+                )
         return self._scheduler.adopt(seq)
 
     def _run(

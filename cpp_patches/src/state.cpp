@@ -1,7 +1,7 @@
 // A sequence as bytes: save and restore.
 //
 //   "DF2STATE" | u32 version | u64 hash of all that follows
-//   build info | u64 fingerprint of the target | i32 type_k, type_v
+//   build info | u64 fingerprint of the target | i32 type_k, type_v | u32 n_seq_max (the caches are laid out by it)
 //   tokens | n_past, n_prompt, n_predicted, active, drawn | request
 //   the target's cache | u64 fingerprint of the drafter, 0 = none | first and last row | the drafter's cache
 //
@@ -140,6 +140,7 @@ const std::vector<uint8_t> & dflash2_session::seq_save(llama_seq_id seq_id) {
     out.value(dflash2_llama_fingerprint(model_));
     out.value(params_.type_k);
     out.value(params_.type_v);
+    out.value(params_.n_seq_max);
 
     out.list(seq.tokens);
     out.value(progress{ seq.n_past, seq.n_prompt, seq.n_predicted, seq.active, seq.rule != nullptr });
@@ -187,6 +188,7 @@ int32_t dflash2_session::seq_restore(llama_seq_id seq_id, const uint8_t * data, 
     require_same(in.value<uint64_t>(), dflash2_llama_fingerprint(model_), "target");
     require_same(in.value<int32_t>(), params_.type_k, "K cache type");
     require_same(in.value<int32_t>(), params_.type_v, "V cache type");
+    require_same(in.value<uint32_t>(), params_.n_seq_max, "number of sequences (n_parallel)");
 
     sequence fresh;
     fresh.tokens             = in.list<std::vector<llama_token>>();

@@ -218,6 +218,14 @@ def test_a_state_of_another_target_is_refused(
         other.restore(state)
 
 
+def test_a_state_of_another_number_of_sequences_is_refused(target_gguf: Path, state: bytes) -> None:
+    with (
+        Session(target_gguf, n_ctx=128, n_threads=1, n_parallel=2) as other,
+        pytest.raises(StateError, match=r"of another number of sequences \(n_parallel\)"),
+    ):
+        other.restore(state)
+
+
 def test_a_state_longer_than_the_context_is_refused_with_both_numbers(
     target_gguf: Path, state: bytes
 ) -> None:
