@@ -16,7 +16,7 @@ from dflash2_gguf.ui import Terminal
 
 __all__ = ["Difference", "Proof", "ProofSettings", "prove", "read_prompts"]
 
-_HARDLY_DRAFTED = 1.05  # tokens per step
+_HARDLY_DRAFTED = 0.1  # part of the steps that verified a draft
 
 # a text, or token ids
 Prompt = str | tuple[int, ...]
@@ -55,13 +55,18 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """The outcome. ``n_tokens`` were compared; the rest as in ``Stats``, for the drafted side."""
+    """The outcome. ``n_tokens`` were compared; the rest as in ``Stats``, for the drafted side.
+
+    ``n_verified`` of its ``n_steps`` had a draft to verify.
+    """
 
     n_prompts: int
     n_tokens: int
     n_different: int
     first: Difference | None
     exact: bool
+    n_steps: int
+    n_verified: int
     n_doubts: int
     n_replayed: int
     noise: float
@@ -74,9 +79,10 @@ def prove(launch: Launch, settings: ProofSettings, terminal: Terminal) -> int:
         raise UsageError("there is no drafter", "name its GGUF file with -d")
     proof = _compare(launch, settings, terminal)
     terminal.write(json.dumps(asdict(proof)) + "\n" if settings.as_json else _describe(proof))
-    if proof.acceptance_length < _HARDLY_DRAFTED:
+    if proof.n_verified < _HARDLY_DRAFTED * proof.n_steps:
         terminal.warning(
-            "hardly any draft was kept, so little was compared; --draft-max 7 drafts at every step"
+            f"{proof.n_verified} of {proof.n_steps} steps verified a draft, "
+            "so little was compared; --draft-max 7 drafts at every step"
         )
     return 1 if proof.n_different else 0
 
@@ -125,6 +131,8 @@ def _compare(launch: Launch, settings: ProofSettings, terminal: Terminal) -> Pro
         n_different=len(found),
         first=found[0] if found else None,
         exact=launch.exact,
+        n_steps=stats.n_steps,
+        n_verified=sum(stats.verified_width[1:]),
         n_doubts=stats.n_doubts,
         n_replayed=stats.n_replayed,
         noise=stats.noise,

@@ -50,8 +50,16 @@ def _run(
     capsys: pytest.CaptureFixture[str],
     plain: dict[str, tuple[int, ...]],
     drafted: dict[str, tuple[int, ...]],
-) -> tuple[int, str]:
-    stats = Stats(n_generated=8, n_steps=4, n_doubts=1, n_replayed=5, noise=0.25)
+    verified_width: tuple[int, ...] = (0, 0, 0, 4),
+) -> tuple[int, str, str]:
+    stats = Stats(
+        n_generated=8,
+        n_steps=sum(verified_width),
+        verified_width=verified_width,
+        n_doubts=1,
+        n_replayed=5,
+        noise=0.25,
+    )
 
     @contextmanager
     def open_session(launch: Launch, _terminal: Terminal) -> Iterator[_Scripted]:
@@ -61,20 +69,32 @@ def _run(
     launch = Launch(target=Path("t"), draft=Path("d"), exact=True)
     settings = ProofSettings(prompts=tuple(plain), max_tokens=8, sampling=GREEDY)
     code = prove(launch, settings, Terminal())
-    return code, capsys.readouterr().out
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def test_equal_answers_are_a_proof(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = {"a": (1, 2, 3), "b": (4,)}
-    code, shown = _run(monkeypatch, capsys, answers, answers)
-    assert code == 0
+    code, shown, warned = _run(monkeypatch, capsys, answers, answers)
+    assert (code, warned) == (0, "")
     assert shown == (
         "2 answers, 2.00 tokens per step\n"
         "4 tokens compared, answers that differ: 0\n"
         "exact mode: decisions taken again 1, tokens evaluated for that 5, "
         "largest rounding seen in a logit 0.25\n"
+    )
+
+
+def test_a_proof_without_drafts_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {"a": (1, 2, 3)}
+    _, _, warned = _run(monkeypatch, capsys, answers, answers, verified_width=(38, 0, 2))
+    assert warned == (
+        "warning: 2 of 40 steps verified a draft, so little was compared; "
+        "--draft-max 7 drafts at every step\n"
     )
 
 
@@ -93,7 +113,7 @@ def test_the_first_difference_is_named_with_its_margin(
     where: str,
 ) -> None:
     plain = {"a": (7,), "b": (1, 2, 3), "c": (8,)}
-    code, shown = _run(monkeypatch, capsys, plain, {"a": (7,), "b": drafted, "c": (9,)})
+    code, shown, _ = _run(monkeypatch, capsys, plain, {"a": (7,), "b": drafted, "c": (9,)})
     assert code == 1
     assert "answers that differ: 2\n" in shown
     position = 4 if len(drafted) == 4 else 3
