@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dflash2_gguf.concurrency import Level, rate_ratios
 from dflash2_gguf.contenders import AUTO, EXACT, PIN, PIN_DEFAULT, PLAIN
 from dflash2_gguf.measure import spread
-from dflash2_gguf.never_slower import Cell, best_of, ratios
+from dflash2_gguf.never_slower import IN_STEP, Cell, best_of, ratios
 
 __all__ = ["page"]
 
@@ -17,11 +17,12 @@ _PIN_NAMES = {PIN: "pin, no drafter", PIN_DEFAULT: "pin, its default width"}
 _METHOD = """\
 Figures are ratios of tokens per second within one run on one machine: the median over prompts, and
 in brackets the smallest and largest. Every system answers every prompt, in an order that turns
-round from prompt to prompt; decoding without a drafter and with the automatic width answer twice,
-at both ends. Only the time after the first token counts. The pin is the unpatched llama.cpp, its
-llama-server with the same files and threads. The automatic width is a session of its own that lives
-over all prompts of a workload at both temperatures; its answers to a first prompt are not counted:
-it learns what steps cost while it runs.
+round from prompt to prompt. For the first two ratios, where a hundredth matters, decoding without a
+drafter and with the automatic width answer in step: whoever has fewer tokens goes next, each is
+timed in its own steps, twice per prompt. Only the time after the first token counts. The pin is the
+unpatched llama.cpp, its llama-server with the same files and threads. The automatic width is a
+session of its own that lives over all prompts of a workload at both temperatures; its answers to a
+first prompt are not counted: it learns what steps cost while it runs.
 Temperature 1 is sampled with top-p 0.95 and nothing else, with one seed; there our answers and the
 pin's are different texts. A document that prompts share is read once per system. The best width is
 chosen from these very figures, which favours it.
@@ -88,18 +89,20 @@ def _place(cell: Cell) -> str:
 
 def _claims(cells: Sequence[Cell]) -> str:
     lines = [
-        _worst("no drafter", [(cell, PLAIN) for cell in cells]),
-        _worst("the best fixed width", [(c, best_of(c, _fixed(c))) for c in cells if _fixed(c)]),
-        _worst("the pin at its default width", [(c, PIN_DEFAULT) for c in cells]),
-        _worst("the pin at its best width", [(c, best_of(c, _pins(c))) for c in cells]),
+        _worst("no drafter", [(c, IN_STEP[AUTO], IN_STEP[PLAIN]) for c in cells]),
+        _worst(
+            "the best fixed width", [(c, AUTO, best_of(c, _fixed(c))) for c in cells if _fixed(c)]
+        ),
+        _worst("the pin at its default width", [(c, AUTO, PIN_DEFAULT) for c in cells]),
+        _worst("the pin at its best width", [(c, AUTO, best_of(c, _pins(c))) for c in cells]),
     ]
     return "The automatic width at its worst, over all tokens of a workload:\n\n" + "".join(lines)
 
 
-def _worst(what: str, pairs: Sequence[tuple[Cell, str]]) -> str:
+def _worst(what: str, pairs: Sequence[tuple[Cell, str, str]]) -> str:
     found = [
-        (cell.overall(AUTO) / cell.overall(other), cell)
-        for cell, other in pairs
+        (cell.overall(ours) / cell.overall(other), cell)
+        for cell, ours, other in pairs
         if cell.overall(other)
     ]
     if not found:
@@ -116,8 +119,10 @@ def _speed_table(cells: Sequence[Cell]) -> str:
 
 
 def _speed_row(cell: Cell) -> list[str]:
-    row = [_place(cell), f"{cell.n_prompts}, {sum(cell.tokens[AUTO])}"]
-    row += [_ratio(ratios(cell, AUTO, PLAIN)), f"{cell.overall(AUTO) / cell.overall(PLAIN):.3f}"]
+    row = [_place(cell), f"{cell.n_prompts}, {sum(cell.tokens[IN_STEP[AUTO]])}"]
+    automatic, plain = IN_STEP[AUTO], IN_STEP[PLAIN]
+    row += [_ratio(ratios(cell, automatic, plain))]
+    row += [f"{cell.overall(automatic) / cell.overall(plain):.3f}"]
     for names in (_fixed(cell), [PIN_DEFAULT], _pins(cell)):
         if not names:
             row.append("not measured")
@@ -129,7 +134,7 @@ def _speed_row(cell: Cell) -> list[str]:
 
 
 def _systems_text(cells: Sequence[Cell]) -> str:
-    names = list(cells[0].tokens)
+    names = [name for name in cells[0].tokens if name not in IN_STEP.values()]
     head = ["workload, T", *(_OUR_NAMES.get(n, _PIN_NAMES.get(n, _width_name(n))) for n in names)]
     rows = [
         [_place(cell), *(_figures(cell, name) for name in names if name in cell.tokens)]

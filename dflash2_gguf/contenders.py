@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.json_schema import to_gbnf
-from dflash2_gguf.measure import Request, System, run_session
+from dflash2_gguf.measure import Request, Stream, System, run_session, stream_session
 from dflash2_gguf.peer import PeerOptions, peer_server
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Session
@@ -53,10 +53,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Contender:
-    """A system that is ready: it answers requests, and forgets what its caches hold."""
+    """A system that is ready: it answers requests, and forgets what its caches hold.
+
+    ``stream`` answers piece by piece, in step with others; a server's time cannot be told so.
+    """
 
     answer: System
     forget: Callable[[], None]
+    stream: Stream | None = None
 
 
 class Tokenizer:
@@ -103,7 +107,11 @@ def ours(
         n_parallel=n_parallel,
         exact=exact,
     ) as session:
-        yield Contender(partial(run_session, session, draft=draft), session.reset)
+        yield Contender(
+            partial(run_session, session, draft=draft),
+            session.reset,
+            partial(stream_session, session, draft=draft),
+        )
 
 
 @contextmanager
@@ -144,10 +152,5 @@ def open_all(
 
 
 def interleaved(names: Sequence[str], number: int) -> list[str]:
-    """The order of systems for the ``number``-th request: forwards, then backwards the next time.
-
-    The first two run again at the end, in reverse: of plain decoding and of the automatic width
-    the smallest difference matters, and what the machine does meanwhile must fall on both alike.
-    """
-    order = [*names, *reversed(names[:2])]
-    return order if number % 2 == 0 else order[::-1]
+    """The order of systems for the ``number``-th request: forwards, backwards the next time."""
+    return list(names) if number % 2 == 0 else list(reversed(names))

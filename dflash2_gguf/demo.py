@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dflash2_gguf.errors import DFlash2Error
@@ -19,8 +20,10 @@ from dflash2_gguf.measure import (
     Run,
     Spread,
     first_difference,
+    run_in_step,
     run_session,
     spread,
+    stream_session,
 )
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
@@ -94,17 +97,19 @@ def _demo(options: argparse.Namespace, terminal: Terminal) -> int:
 def _ask(question: str, plain: Session, drafted: Session, max_tokens: int) -> _Answers:
     prompt = plain.chat_tokens([{"role": "user", "content": question}])
     request = Request(prompt=tuple(prompt), max_tokens=max_tokens)
-    modes: dict[str, tuple[Session, bool | int]] = {
-        "plain": (plain, False),
-        "block": (drafted, drafted.draft_max),
-        "automatic": (drafted, True),
+    streams = {
+        "plain": partial(stream_session, plain, draft=False),
+        "automatic": partial(stream_session, drafted, draft=True),
     }
-    runs: dict[str, list[Run]] = {name: [] for name in modes}
-    for name in (*modes, *reversed(modes)):  # both orders, so that a slow moment hits all alike
-        session, draft = modes[name]
-        session.reset()
-        runs[name].append(run_session(session, request, draft=draft))
-    return _Answers(**{name: (both[0], both[1]) for name, both in runs.items()})
+    rounds = []
+    for lead in (streams, dict(reversed(streams.items()))):
+        for session in (plain, drafted):
+            session.reset()
+        runs = run_in_step(lead, request)
+        drafted.reset()
+        runs["block"] = run_session(drafted, request, draft=drafted.draft_max)
+        rounds.append(runs)
+    return _Answers(**{name: (rounds[0][name], rounds[1][name]) for name in rounds[0]})
 
 
 def _describe(question: str, answer: _Answers) -> str:

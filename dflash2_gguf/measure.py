@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.generate import collect
 from dflash2_gguf.sampling import SamplingParams
-from dflash2_gguf.session import Session
+from dflash2_gguf.session import Generation, Session
 from dflash2_gguf.stats import Stats
 
 __all__ = [
@@ -18,12 +18,15 @@ __all__ = [
     "Request",
     "Run",
     "Spread",
+    "Stream",
     "System",
     "acceptance_length",
     "first_difference",
+    "run_in_step",
     "run_session",
     "same_answer",
     "spread",
+    "stream_session",
 ]
 
 PROMPTS = (
@@ -53,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Run:
-    """An answer: its tokens, and the seconds from the first of them to the last.
+    """An answer: its tokens, and the seconds that those after the first took.
 
     n_first: tokens that were there when the clock started. stats: counters, where there are any.
     """
@@ -78,6 +81,8 @@ class Run:
 
 # whatever answers requests, one after the other or from several threads
 System = Callable[[Request], Run]
+# the pieces of an answer, as they come
+Stream = Callable[[Request], Iterator[Generation]]
 
 
 @dataclass(frozen=True)
@@ -89,24 +94,72 @@ class Spread:
     high: float
 
 
-def run_session(session: Session, request: Request, *, draft: bool | int) -> Run:
-    """Answer ``request``; what the caches hold of its prompt is not read again."""
-    pieces, times = [], []
-    stream = session.generate(
+class _Answering:
+    """An answer in the making: pieces, and the time spent in making all but the first."""
+
+    def __init__(self, stream: Iterator[Generation]) -> None:
+        self._stream = stream
+        self._pieces: list[Generation] = []
+        self._seconds = 0.0
+        self.n_tokens = 0
+
+    def step(self) -> bool:
+        """Make one more piece; False when there is none."""
+        start = time.perf_counter()
+        piece = next(self._stream, None)
+        if piece is None:
+            return False
+        self._seconds += time.perf_counter() - start if self._pieces else 0.0
+        self._pieces.append(piece)
+        self.n_tokens += len(piece.tokens)
+        return True
+
+    def run(self) -> Run:
+        """What came of it."""
+        answer = collect(self._pieces)
+        return Run(
+            tokens=answer.tokens,
+            text=answer.text,
+            seconds=self._seconds,
+            acceptance_length=answer.stats.acceptance_length if answer.stats else 0.0,
+            n_first=len(self._pieces[0].tokens),
+            stats=answer.stats,
+        )
+
+
+def stream_session(
+    session: Session, request: Request, *, draft: bool | int
+) -> Iterator[Generation]:
+    """The pieces of an answer; what the caches hold of its prompt is not read again."""
+    return session.generate(
         request.prompt, max_tokens=request.max_tokens, sampling=request.sampling, draft=draft
     )
-    for piece in stream:
-        pieces.append(piece)
-        times.append(time.perf_counter())
-    answer = collect(pieces)
-    return Run(
-        tokens=answer.tokens,
-        text=answer.text,
-        seconds=times[-1] - times[0],
-        acceptance_length=answer.stats.acceptance_length if answer.stats else 0.0,
-        n_first=len(pieces[0].tokens),
-        stats=answer.stats,
-    )
+
+
+def run_session(session: Session, request: Request, *, draft: bool | int) -> Run:
+    """Answer ``request`` at one go."""
+    answer = _Answering(stream_session(session, request, draft=draft))
+    while answer.step():
+        pass
+    return answer.run()
+
+
+def run_in_step(streams: Mapping[str, Stream], request: Request) -> dict[str, Run]:
+    """Answer ``request`` with all systems side by side, each timed in its own steps only.
+
+    Whoever has the fewest tokens goes next, so all are at the same place of the text at about the
+    same time, and what else the machine does falls on all of them alike. On a machine whose speed
+    wanders by a tenth within seconds this tells a hundredth, which no order of whole answers does.
+    """
+    answers = {name: _Answering(stream(request)) for name, stream in streams.items()}
+    going = list(answers)
+    while going:
+        # of equals the one that went last: the lead changes from token to token
+        name = min(going, key=lambda one: answers[one].n_tokens)
+        going.remove(name)
+        if answers[name].step():
+            going.insert(0, name)
+    return {name: answer.run() for name, answer in answers.items()}
 
 
 def same_answer(a: Run, b: Run) -> bool:

@@ -20,11 +20,14 @@ from dflash2_gguf.contenders import (
     pin,
 )
 from dflash2_gguf.errors import UsageError
-from dflash2_gguf.measure import Request, Run, acceptance_length, same_answer
+from dflash2_gguf.measure import Request, Run, acceptance_length, run_in_step, same_answer
 
-__all__ = ["Cell", "best_of", "measure_cells", "our_systems", "pin_systems", "ratios"]
+__all__ = ["IN_STEP", "Cell", "best_of", "measure_cells", "our_systems", "pin_systems", "ratios"]
 
 Note = Callable[[str], None]
+
+# of these two the smallest difference matters, so they also answer side by side
+IN_STEP = {PLAIN: "plain in step", AUTO: "automatic in step"}
 
 _WARM_UP_TOKENS = 8
 
@@ -33,6 +36,7 @@ _WARM_UP_TOKENS = 8
 class Cell:
     """What one workload at one temperature came to, for each system by name.
 
+    The two of IN_STEP have a second name each, for their answers in step.
     tokens, seconds: per prompt, over all its runs, first tokens left out.
     acceptance: tokens per step. differences: prompts with an answer that leaves plain decoding's;
     the pin's sampled ones are compared with the pin's own.
@@ -107,14 +111,23 @@ def measure_cells(
     for number, question in enumerate(requests[1:]):
         for heat, request in question.items():
             note(f"{workload}, prompt {number + 1} of {len(requests) - 1}, T {heat:g}")
-            answers: dict[str, list[Run]] = {name: [] for name in systems}
+            answers = _in_step(systems, request)
             for name in interleaved(list(systems), number):
-                answers[name].append(systems[name].answer(request))
+                answers[name] = [systems[name].answer(request)]
             runs[heat].append(answers)
-    return [
-        _cell(workload, heat, {name: [answers[name] for answers in done] for name in systems})
-        for heat, done in runs.items()
-    ]
+    return [_cell(workload, heat, done) for heat, done in runs.items()]
+
+
+def _in_step(systems: Mapping[str, Contender], request: Request) -> dict[str, list[Run]]:
+    """Answers side by side, twice; each of the two takes the lead once."""
+    streams = {
+        IN_STEP[name]: system.stream
+        for name, system in systems.items()
+        if name in IN_STEP and system.stream is not None
+    }
+    first = run_in_step(streams, request)
+    second = run_in_step(dict(reversed(streams.items())), request)
+    return {name: [first[name], second[name]] for name in streams}
 
 
 def ratios(cell: Cell, over: str, under: str) -> list[float]:
@@ -128,8 +141,10 @@ def best_of(cell: Cell, systems: Sequence[str]) -> str:
     return max(systems, key=cell.overall)
 
 
-def _cell(workload: str, temperature: float, runs: Mapping[str, list[list[Run]]]) -> Cell:
-    stats = [run.stats for prompt in runs[AUTO] for run in prompt if run.stats]
+def _cell(workload: str, temperature: float, prompts: Sequence[Mapping[str, list[Run]]]) -> Cell:
+    runs = {name: [answers[name] for answers in prompts] for name in prompts[0]}
+    automatic = (*runs[AUTO], *runs.get(IN_STEP[AUTO], ()))
+    stats = [run.stats for prompt in automatic for run in prompt if run.stats]
     return Cell(
         workload=workload,
         temperature=temperature,

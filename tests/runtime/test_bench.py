@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from dflash2_gguf.concurrency import Level, measure_level, rate_ratios
 from dflash2_gguf.contenders import PIN, PLAIN, Contender, interleaved
 from dflash2_gguf.errors import CheckpointError, OutputError, UsageError
 from dflash2_gguf.measure import Request, Run
-from dflash2_gguf.never_slower import Cell, best_of, measure_cells, ratios
+from dflash2_gguf.never_slower import IN_STEP, Cell, best_of, measure_cells, ratios
 from dflash2_gguf.sampling import SamplingParams
+from dflash2_gguf.session import Generation
 from dflash2_gguf.stats import Stats
 
 NAMES = ("plain", "auto", "1", "7", "pin plain", "pin default", "pin 7")
@@ -34,6 +36,12 @@ class Fake:
         stats = Stats(verified_width=(5, 0, 0, 2), width_reasons={"drafts": 2, "plain": 5})
         return Run(self._tokens, "text", self._seconds, 2.0, stats=stats)
 
+    def stream(self, request: Request) -> Iterator[Generation]:
+        stats = self.answer(request).stats
+        for number, token in enumerate(self._tokens):
+            last = number == len(self._tokens) - 1
+            yield Generation("", tokens=(token,), stats=stats if last else None)
+
     def forget(self) -> None:
         self.n_forgotten += 1
 
@@ -44,7 +52,7 @@ def _fakes(log: list[str], **different: Sequence[int]) -> dict[str, Contender]:
         name: Fake(log, name, seconds.get(name, 8.0), different.get(name, range(11)))
         for name in NAMES
     }
-    return {name: Contender(fake.answer, fake.forget) for name, fake in fakes.items()}
+    return {name: Contender(fake.answer, fake.forget, fake.stream) for name, fake in fakes.items()}
 
 
 def _requests(count: int, temperature: float = 0.0) -> list[Request]:
@@ -62,9 +70,9 @@ def _measured(temperature: float = 0.0, **different: Sequence[int]) -> Cell:
     return cell
 
 
-def test_the_order_turns_round_and_the_first_two_run_twice() -> None:
-    assert interleaved("abcd", 0) == ["a", "b", "c", "d", "b", "a"]
-    assert interleaved("abcd", 1) == ["a", "b", "d", "c", "b", "a"]
+def test_the_order_turns_round() -> None:
+    assert interleaved("abcd", 0) == ["a", "b", "c", "d"]
+    assert interleaved("abcd", 1) == ["d", "c", "b", "a"]
     assert interleaved("abcd", 2) == interleaved("abcd", 0)
 
 
@@ -72,11 +80,11 @@ def test_a_first_answer_warms_up_and_is_not_counted() -> None:
     log: list[str] = []
     (cell,) = measure_cells("code", [{0.0: one} for one in _requests(3)], _fakes(log), _ignore)
     assert log[: len(NAMES)] == list(NAMES)
-    assert len(log) == len(NAMES) + 2 * (len(NAMES) + 2)
+    assert len(log) == len(NAMES) + 2 * (len(NAMES) + 4)
     assert cell.n_prompts == 2
-    # 10 timed tokens a run, two runs of the first systems per prompt
-    assert cell.tokens["plain"] == [20, 20]
-    assert cell.tokens["7"] == [10, 10]
+    # 10 timed tokens a run, two runs in step per prompt
+    assert cell.tokens[IN_STEP["plain"]] == cell.tokens[IN_STEP["auto"]] == [20, 20]
+    assert cell.tokens["plain"] == cell.tokens["7"] == [10, 10]
 
 
 def test_ratios_are_taken_prompt_by_prompt() -> None:
@@ -94,8 +102,8 @@ def test_an_answer_without_a_timed_token_has_no_ratio() -> None:
 
 def test_decisions_of_the_automatic_width_are_added_up() -> None:
     cell = _measured()
-    assert cell.widths == [20, 0, 0, 8]  # four answers
-    assert cell.reasons == {"drafts": 8, "plain": 20}
+    assert cell.widths == [30, 0, 0, 12]  # six answers
+    assert cell.reasons == {"drafts": 12, "plain": 30}
 
 
 def test_answers_that_leave_plain_decoding_are_counted() -> None:
@@ -108,6 +116,8 @@ def test_answers_that_leave_plain_decoding_are_counted() -> None:
         "pin plain": 0,
         "pin default": 2,
         "pin 7": 0,
+        IN_STEP["plain"]: 0,
+        IN_STEP["auto"]: 0,
     }
 
 
@@ -161,15 +171,22 @@ def test_each_question_is_asked_at_all_temperatures_before_the_next() -> None:
         return Run((1, 2), "", 1.0, 1.0)
 
     pairs = [{heat: _requests(1, heat)[0] for heat in (0.0, 1.0)} for _ in range(3)]
-    systems = {"plain": Contender(answer, lambda: None), "auto": Contender(answer, lambda: None)}
+
+    def stream(request: Request) -> Iterator[Generation]:
+        yield from (Generation("", tokens=(1,)), Generation("", tokens=(2,)))
+
+    systems = {name: Contender(answer, lambda: None, stream) for name in ("plain", "auto")}
     cells = measure_cells("code", pairs, systems, _ignore)
     assert [cell.temperature for cell in cells] == [0, 1]
     assert [cell.n_prompts for cell in cells] == [2, 2]
-    assert asked == [0.0] * 2 + [1.0] * 2 + 2 * ([0.0] * 4 + [1.0] * 4)
+    assert asked == [0.0] * 2 + [1.0] * 2 + 2 * ([0.0] * 2 + [1.0] * 2)
 
 
 def test_the_page_holds_every_figure() -> None:
-    text = bench_table.page("the command", "a machine", ["one"], [_measured()], [_level()])
+    cell = _measured()
+    times = {IN_STEP["plain"]: [4.0, 4.0], IN_STEP["auto"]: [2.0, 2.0]}
+    cell = replace(cell, seconds={**cell.seconds, **times})
+    text = bench_table.page("the command", "a machine", ["one"], [cell], [_level()])
     assert "    the command\n" in text
     assert "wrote this page on a machine." in text
     assert "- 2.00 times no drafter (code, T 0)" in text
@@ -177,7 +194,7 @@ def test_the_page_holds_every_figure() -> None:
     assert "- 8.00 times the pin at its best width (code, T 0)" in text
     row = next(line for line in text.splitlines() if line.startswith("| code, T 0 | 2, 40 |"))
     assert "| 2.00 (2.00 to 2.00) | 2.000 | 4.00 (4.00 to 4.00), 1 |" in row
-    assert "| code, T 0 | 28 | 71 % | 0 % | 29 % | 0 % | 8 | 20 |" in text
+    assert "| code, T 0 | 42 | 71 % | 0 % | 29 % | 0 % | 12 | 30 |" in text
     assert "| 2 | 4, 44 | pin, its default width |" in text
 
 
@@ -196,9 +213,10 @@ def test_the_page_leaves_out_what_was_not_measured() -> None:
 
 def test_results_of_the_same_settings_are_found_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.jsonl"
-    Results(path, {"n": 1}).add(_measured(), _level())
+    cell = _measured()
+    Results(path, {"n": 1}).add(cell, _level())
     Results(path, {"n": 2}).add(_measured(1.0))
-    assert Results(path, {"n": 1}).cells() == [_measured()]
+    assert Results(path, {"n": 1}).cells() == [cell]
     assert [level.n_parallel for level in Results(path, {"n": 1}).levels()] == [2]
     assert Results(path, {"n": 3}).cells() == []
 

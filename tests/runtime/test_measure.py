@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,11 @@ from dflash2_gguf.measure import (
     Run,
     acceptance_length,
     first_difference,
+    run_in_step,
     same_answer,
     spread,
 )
+from dflash2_gguf.session import Generation
 
 
 def _run(tokens: int, seconds: float, length: float = 1.0, first: int = 0) -> Run:
@@ -71,6 +76,30 @@ def test_answers_are_compared_by_their_tokens(a: Run, b: Run, same: bool) -> Non
 def test_a_request_asks_for_something(prompt: tuple[int, ...], max_tokens: int) -> None:
     with pytest.raises(UsageError):
         Request(prompt=prompt, max_tokens=max_tokens)
+
+
+def test_answers_in_step_take_turns_by_their_tokens_and_are_timed_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: float(log.count("slow")))
+
+    def stream(name: str, sizes: Sequence[int], _request: Request) -> Iterator[Generation]:
+        for size in sizes:
+            log.append(name)
+            yield Generation("x", tokens=tuple(range(size)))
+
+    request = Request(prompt=(1,), max_tokens=6)
+    runs = run_in_step(
+        {"slow": partial(stream, "slow", [1, 1, 1, 1]), "wide": partial(stream, "wide", [1, 3])},
+        request,
+    )
+    # the lead changes; a wide step lets the other catch up
+    assert log == ["slow", "wide", "wide", "slow", "slow", "slow"]
+    assert [runs["slow"].n_timed, runs["wide"].n_timed] == [3, 3]
+    assert runs["slow"].text == "xxxx"
+    # three of its four steps, and none of them on the other's account
+    assert (runs["slow"].seconds, runs["wide"].seconds) == (3, 0)
 
 
 def test_spread_is_median_smallest_and_largest() -> None:
