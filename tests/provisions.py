@@ -62,7 +62,7 @@ def drafter_gguf(preset: str) -> Path:
     made_of = _digest([*sorted(sources), *sorted(DRAFTER.iterdir())])[:12]
     path = MODELS / f"smollm2-135m-dflash2-{preset}-{made_of}.gguf"
     if not path.exists():
-        command = [sys.executable, "-m", "dflash2_gguf.convert.cli", "convert", str(DRAFTER)]
+        command = [sys.executable, "-m", "dflash2_gguf.convert_cli", "convert", str(DRAFTER)]
         options = ["--target", str(target), "--preset", preset, "-o", str(path)]
         subprocess.run([*command, *options], check=True, stdout=sys.stderr, cwd=ROOT)
     return path

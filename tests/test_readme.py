@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 MODULES = {
     "dflash2-run": "dflash2_gguf.cli",
-    "dflash2-convert": "dflash2_gguf.convert.cli",
+    "dflash2-convert": "dflash2_gguf.convert_cli",
     "patchtool.py": "cpp_patches/patchtool.py",
 }
 SUBCOMMANDS = {

@@ -50,7 +50,7 @@ def program(tmp_path: Path) -> Program:
         env["DFLASH2_LIB_DIR"] = os.environ["DFLASH2_LIB_DIR"]
 
     def run(*words: object, environment: dict[str, str] | None = None) -> Outcome:
-        command = [sys.executable, "-m", "dflash2_gguf.convert.cli", *map(str, words)]
+        command = [sys.executable, "-m", "dflash2_gguf.convert_cli", *map(str, words)]
         done = subprocess.run(
             command,
             cwd=tmp_path,

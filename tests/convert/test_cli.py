@@ -244,7 +244,7 @@ def test_float_conversion_imports_neither_torch_nor_rich_nor_gguf(
 ) -> None:
     script = (
         "import sys\n"
-        "from dflash2_gguf.convert.cli import main\n"
+        "from dflash2_gguf.convert_cli import main\n"
         "code = main(sys.argv[1:])\n"
         "heavy = {'torch', 'transformers', 'rich', 'gguf', 'llama_cpp', 'safetensors'}\n"
         "sys.exit(code or sorted(heavy & set(sys.modules)) or 0)\n"
@@ -384,7 +384,7 @@ def on_terminal(folder: Path, words: list[str], **environment: str) -> str:
     parent, child = pty.openpty()
     env = {**os.environ, "COLUMNS": "100", "TERM": "xterm-256color", **environment}
     process = subprocess.Popen(
-        [sys.executable, "-m", "dflash2_gguf.convert.cli", *words],
+        [sys.executable, "-m", "dflash2_gguf.convert_cli", *words],
         cwd=folder,
         env=env,
         stdin=child,
@@ -444,7 +444,7 @@ def test_plain_progress_is_a_line_now_and_then(
 
 
 def test_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m dflash2_gguf.convert.cli presets | true"
+    command = f"{sys.executable} -m dflash2_gguf.convert_cli presets | true"
     done = subprocess.run(
         ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
         cwd=tmp_path,

@@ -110,7 +110,7 @@ _LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-from dflash2_gguf.convert.cli import main
+from dflash2_gguf.convert_cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -163,7 +163,7 @@ def kill_at_third(*arguments, count=[0]):
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     transfer(*arguments)
 pipeline._transfer = kill_at_third
-from dflash2_gguf.convert.cli import main
+from dflash2_gguf.convert_cli import main
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -17,7 +17,7 @@ ALLOWED_BYTES = 64 << 20
 
 _MEASURED = """
 import resource, sys
-from dflash2_gguf.convert.cli import main
+from dflash2_gguf.convert_cli import main
 code = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 sys.exit(code)

@@ -34,7 +34,7 @@ def convert() -> Callable[..., Path]:
     """dflash2-convert as a function: ``convert(source, target, preset, out)``."""
 
     def run(source: Path, target: Path, preset: str, out: Path) -> Path:
-        command = [sys.executable, "-m", "dflash2_gguf.convert.cli", "convert", str(source)]
+        command = [sys.executable, "-m", "dflash2_gguf.convert_cli", "convert", str(source)]
         options = ["--target", str(target), "--preset", preset, "-o", str(out)]
         done = subprocess.run(
             [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False
