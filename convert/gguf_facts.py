@@ -6,7 +6,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-from dflash2_gguf.convert.gguf_reader import GGUFHeader
+from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry
 from dflash2_gguf.convert.gguf_values import Scalar
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import (
@@ -16,11 +16,13 @@ from dflash2_gguf.gguf_schema import (
     GGMLType,
     Key,
     Name,
+    Role,
+    TensorSpec,
     arch_key,
     draft_tensors,
 )
 
-__all__ = ["gguf_facts", "type_name"]
+__all__ = ["gguf_facts", "tensor_problems", "type_name"]
 
 _SHOWN = 5
 
@@ -179,28 +181,39 @@ def _problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
         problems.append("the file does not say whether attention is causal; convert it again")
     if (facts["sliding_window"] is None) != (facts["sliding_layers"] is None):
         problems.append("sliding window and per-layer pattern do not come together")
-    if facts["kind"].startswith("DFlash 2"):
-        problems += _tensor_problems(header, facts)
-    return problems
+    return problems + list(tensor_problems(header, facts).values())
 
 
-def _tensor_problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
+def tensor_problems(header: GGUFHeader, facts: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with the tensors of a DFlash 2 drafter: a line for each kind of fault.
+
+    Kinds: incomplete (no numbers to compare with), missing, unknown, misshapen, mistyped.
+    ``facts`` are those of ``gguf_facts`` for this header.
+    """
+    if not facts["kind"].startswith("DFlash 2"):
+        return {}
     shape = _draft_shape(facts)
     if shape is None:
-        return ["the numbers that fix the tensor shapes are incomplete"]
-    expected = {spec.name: spec.shape for spec in draft_tensors(shape)}
-    found = {tensor.name: tensor.shape for tensor in header.tensors.values()}
-    wrong = [name for name, size in expected.items() if found.get(name, size) != size]
-    lines = []
-    for what, names in (
-        ("missing", [name for name in expected if name not in found]),
-        ("unknown", [name for name in found if name not in expected]),
-        ("misshapen", wrong),
-    ):
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            lines.append(f"{what} tensors: {', '.join(names[:_SHOWN])}{more}")
-    return lines
+        return {"incomplete": "the numbers that fix the tensor shapes are incomplete"}
+    specs = {spec.name: spec for spec in draft_tensors(shape)}
+    found = header.tensors
+    faults = {
+        "missing": [name for name in specs if name not in found],
+        "unknown": [name for name in found if name not in specs],
+        "misshapen": [n for n, s in specs.items() if n in found and found[n].shape != s.shape],
+        "mistyped": [n for n, s in specs.items() if n in found and _is_mistyped(s, found[n])],
+    }
+    return {kind: f"{kind} tensors: {_names(names)}" for kind, names in faults.items() if names}
+
+
+def _is_mistyped(spec: TensorSpec, tensor: TensorEntry) -> bool:
+    """Norms and convolution bases are F32, or llama.cpp's graph ends the process."""
+    return spec.role in (Role.NORM, Role.CONV_BASE) and tensor.type != GGMLType.F32
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _draft_shape(facts: dict[str, Any]) -> DraftShape | None:
