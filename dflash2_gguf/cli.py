@@ -231,7 +231,8 @@ def _prove(
 ) -> _Job:
     """Compare the tokens with and without a drafter; exit code 1 when any differ."""
     from dflash2_gguf.launch import Launch, parse_draft_max, parse_gpu_layers
-    from dflash2_gguf.prove import ProofSettings, prove, read_prompts
+    from dflash2_gguf.prompts import read_prompts
+    from dflash2_gguf.prove import ProofSettings, prove
     from dflash2_gguf.sampling import SamplingParams
     from dflash2_gguf.ui import Terminal
 

@@ -7,19 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dflash2_gguf.errors import CheckpointError, UsageError
-from dflash2_gguf.launch import Launch, open_session, read_text
+from dflash2_gguf.errors import UsageError
+from dflash2_gguf.launch import Launch, open_session
 from dflash2_gguf.measure import first_difference
+from dflash2_gguf.prompts import Prompt
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
 
-__all__ = ["Difference", "Proof", "ProofSettings", "prove", "read_prompts"]
+__all__ = ["Difference", "Proof", "ProofSettings", "prove"]
 
 _HARDLY_DRAFTED = 0.1  # part of the steps that verified a draft
-
-# a text, or token ids
-Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,29 +83,6 @@ def prove(launch: Launch, settings: ProofSettings, terminal: Terminal) -> int:
             "so little was compared; --draft-max 7 drafts at every step"
         )
     return 1 if proof.n_different else 0
-
-
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Prompts of a file: one a line, or, in a .jsonl file, the "text" or "tokens" of each line."""
-    lines = [line for line in read_text(path).splitlines() if line.strip()]
-    if path.suffix == ".jsonl":
-        prompts = tuple(_prompt(path, number, line) for number, line in enumerate(lines, 1))
-    else:
-        prompts = tuple(lines)
-    if not prompts:
-        raise CheckpointError(f"there are no prompts in {path}")
-    return prompts
-
-
-def _prompt(path: Path, number: int, line: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-        return str(entry["text"]) if "text" in entry else tuple(int(t) for t in entry["tokens"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"line {number} of {path} is no prompt: {error!r}",
-            'a line is {"text": "..."} or {"tokens": [...]}',
-        ) from error
 
 
 def _compare(launch: Launch, settings: ProofSettings, terminal: Terminal) -> Proof:

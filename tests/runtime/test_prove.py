@@ -14,7 +14,8 @@ from dflash2_gguf import prove as module
 from dflash2_gguf.cli import main
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.launch import Launch
-from dflash2_gguf.prove import ProofSettings, prove, read_prompts
+from dflash2_gguf.prompts import read_prompts
+from dflash2_gguf.prove import ProofSettings, prove
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Generation
 from dflash2_gguf.stats import Stats
