@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.launch import Launch, open_session
