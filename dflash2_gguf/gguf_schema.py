@@ -15,6 +15,7 @@ __all__ = [
     "ALIGNMENT",
     "ARCHITECTURE",
     "FORMAT_REVISION",
+    "IMATRIX_TYPE",
     "MAGIC",
     "QUANTIZATION_VERSION",
     "SUPPORTED_VERSIONS",
@@ -39,6 +40,7 @@ SUPPORTED_VERSIONS: Final = (2, 3)
 ALIGNMENT: Final = 32
 QUANTIZATION_VERSION: Final = 2
 ARCHITECTURE: Final = "dflash"
+IMATRIX_TYPE: Final = "imatrix"  # general.type of an importance matrix
 
 # raised when the meaning of a file written by this project changes; upstream ignores the key
 FORMAT_REVISION: Final = 1
@@ -175,6 +177,15 @@ class Key:
     SPLIT_NO = "split.no"
     SPLIT_COUNT = "split.count"
 
+    # of an importance matrix (``common/imatrix-loader.cpp``), and of a file quantized with one
+    IMATRIX_DATASETS = "imatrix.datasets"
+    IMATRIX_CHUNK_COUNT = "imatrix.chunk_count"
+    IMATRIX_CHUNK_SIZE = "imatrix.chunk_size"
+    QUANTIZE_IMATRIX_FILE = "quantize.imatrix.file"
+    QUANTIZE_IMATRIX_DATASET = "quantize.imatrix.dataset"
+    QUANTIZE_IMATRIX_ENTRIES = "quantize.imatrix.entries_count"
+    QUANTIZE_IMATRIX_CHUNKS = "quantize.imatrix.chunks_count"
+
     TOKENIZER_PREFIX = "tokenizer."
     TOKENIZER_MODEL = "tokenizer.ggml.model"
     TOKENIZER_PRE = "tokenizer.ggml.pre"
@@ -260,6 +271,8 @@ class Name:
     OUTPUT = "output.weight"
     SELECTOR_PREFIX = "selector_"
     MARKOV_PREFIX = "markov_"
+    IMATRIX_SUMS = ".in_sum2"
+    IMATRIX_COUNTS = ".counts"
     HF_EMBEDDINGS = "embed_tokens.weight"
     HF_HEAD = "lm_head.weight"
     HF_SELECTOR_PREFIX = "candidate_selector."
