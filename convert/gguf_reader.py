@@ -27,6 +27,7 @@ from dflash2_gguf.gguf_schema import (
 __all__ = ["GGUFHeader", "TensorEntry", "read_gguf"]
 
 _MAX_DIMS = 4
+_MAX_NESTING = 8
 # far above any tokenizer, far below what would hurt to hold in memory
 _MAX_VALUE_BYTES = 1 << 29
 _DOWNLOAD_HINT = "download or convert the file again"
@@ -162,8 +163,6 @@ class _Cursor:
             self.skip_item(kind, what)
             return Value(type=kind, raw=self.view[start : self.at])
         item, count = self.kind(what), self.number("<Q", what)
-        if item is ValueType.ARRAY:
-            raise self.fail(f"{what} is a nested array")
         start = self.at
         self.skip_items(item, count, what)
         return Value(type=kind, raw=self.view[start : self.at], item=item, count=count)
@@ -171,12 +170,18 @@ class _Cursor:
     def skip_item(self, kind: ValueType, what: str) -> None:
         self.skip_items(kind, 1, what)
 
-    def skip_items(self, kind: ValueType, count: int, what: str) -> None:
-        if kind is not ValueType.STRING:
+    def skip_items(self, kind: ValueType, count: int, what: str, depth: int = 1) -> None:
+        if depth > _MAX_NESTING:
+            raise self.fail(f"{what} is an array {depth} levels deep")
+        if kind in SCALARS:
             self.skip(struct.calcsize(SCALARS[kind]) * count, what)
             return
         for _ in range(count):
-            self.skip(self.number("<Q", what), what)
+            if kind is ValueType.ARRAY:
+                inner = self.kind(what)
+                self.skip_items(inner, self.number("<Q", what), what, depth + 1)
+            else:
+                self.skip(self.number("<Q", what), what)
 
     def tensors(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         for _ in range(count):

@@ -7,7 +7,7 @@ target's file byte for byte without being decoded.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash2_gguf.gguf_schema import ValueType
@@ -34,12 +34,20 @@ SCALARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A typed value. ``raw`` is the payload after the type (arrays: and element type and count)."""
+    """A typed value. ``raw`` is the payload after the type (arrays: and element type and count).
+
+    Arrays of arrays, which llama.cpp refuses to read, are ``is_nested``.
+    """
 
     type: ValueType
     raw: bytes
     item: ValueType | None = None
     count: int = 1
+
+    @property
+    def is_nested(self) -> bool:
+        """True for an array of arrays."""
+        return self.item is ValueType.ARRAY
 
     def scalar(self) -> Scalar:
         """The value of a scalar or string; a TypeError for arrays."""
@@ -48,13 +56,33 @@ class Value:
         return _decode(self.type, self.raw, 0)[0]
 
     def items(self) -> list[Scalar]:
-        """The elements of an array; a one-element list for a scalar."""
+        """The elements of an array, of nested ones in a row; a one-element list for a scalar."""
+        return [value for _, value in self._leaves()]
+
+    def flat(self) -> Value:
+        """A nested array as a plain one: of its elements, as text where their types differ."""
+        leaves = list(self._leaves())
+        kinds = {kind for kind, _ in leaves}
+        if len(kinds) == 1:
+            return array(kinds.pop(), [value for _, value in leaves])
+        return array(ValueType.STRING, [str(value) for _, value in leaves])
+
+    def _leaves(self) -> Iterator[tuple[ValueType, Scalar]]:
         kind = self.item if self.type is ValueType.ARRAY and self.item is not None else self.type
-        result, offset = [], 0
-        for _ in range(self.count):
-            value, offset = _decode(kind, self.raw, offset)
-            result.append(value)
-        return result
+        # what remains to be read of the arrays around the current place, innermost last
+        open_arrays, offset = [(kind, self.count)], 0
+        while open_arrays:
+            kind, left = open_arrays.pop()
+            if not left:
+                continue
+            open_arrays.append((kind, left - 1))
+            if kind is ValueType.ARRAY:
+                inner, count = struct.unpack_from("<IQ", self.raw, offset)
+                open_arrays.append((ValueType(inner), count))
+                offset += 12
+            else:
+                value, offset = _decode(kind, self.raw, offset)
+                yield kind, value
 
     def encode(self) -> bytes:
         """Type and payload as they stand in a file after the key."""

@@ -23,9 +23,16 @@ from dflash2_gguf.convert.gguf_values import Value
 from dflash2_gguf.convert.quantize import Bytes
 from dflash2_gguf.convert.verify import verify_file
 from dflash2_gguf.errors import OutputError
-from dflash2_gguf.gguf_schema import ALIGNMENT, MAGIC, VERSION, GGMLType
+from dflash2_gguf.gguf_schema import ALIGNMENT, MAGIC, VERSION, GGMLType, Key
 
-__all__ = ["GGUFWriter", "OutputTensor", "check_destination", "check_space", "file_bytes"]
+__all__ = [
+    "CopiedTensor",
+    "GGUFWriter",
+    "OutputTensor",
+    "check_destination",
+    "check_space",
+    "file_bytes",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +54,26 @@ class OutputTensor:
         return self.row_bytes * prod(self.shape[:-1])
 
 
-def _pad(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+@dataclass(frozen=True, kw_only=True)
+class CopiedTensor:
+    """A tensor whose bytes come from another file: of any type, also one not written here."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType | int
+    nbytes: int
+
+
+_Tensors = Sequence[OutputTensor | CopiedTensor]
+
+
+def _alignment(values: Mapping[str, Value]) -> int:
+    given = values.get(Key.ALIGNMENT)
+    return ALIGNMENT if given is None else int(given.scalar())
+
+
+def _pad(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
 
 
 def _string(text: str) -> bytes:
@@ -56,16 +81,17 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _offsets(tensors: Sequence[OutputTensor]) -> dict[str, int]:
+def _offsets(tensors: _Tensors, alignment: int) -> dict[str, int]:
     offsets, at = {}, 0
     for tensor in tensors:
         offsets[tensor.name] = at
-        at += _pad(tensor.nbytes)
+        at += _pad(tensor.nbytes, alignment)
     return offsets
 
 
-def _header(values: Mapping[str, Value], tensors: Sequence[OutputTensor]) -> bytes:
-    offsets = _offsets(tensors)
+def _header(values: Mapping[str, Value], tensors: _Tensors) -> bytes:
+    alignment = _alignment(values)
+    offsets = _offsets(tensors, alignment)
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(values))]
     parts += [_string(key) + value.encode() for key, value in values.items()]
     for tensor in tensors:
@@ -73,12 +99,14 @@ def _header(values: Mapping[str, Value], tensors: Sequence[OutputTensor]) -> byt
         parts.append(_string(tensor.name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
         parts.append(struct.pack("<IQ", tensor.type, offsets[tensor.name]))
     header = b"".join(parts)
-    return header + bytes(_pad(len(header)) - len(header))
+    return header + bytes(_pad(len(header), alignment) - len(header))
 
 
-def file_bytes(values: Mapping[str, Value], tensors: Sequence[OutputTensor]) -> int:
+def file_bytes(values: Mapping[str, Value], tensors: _Tensors) -> int:
     """Size of the file that these values and tensors make."""
-    return len(_header(values, tensors)) + sum(_pad(tensor.nbytes) for tensor in tensors)
+    alignment = _alignment(values)
+    data = sum(_pad(tensor.nbytes, alignment) for tensor in tensors)
+    return len(_header(values, tensors)) + data
 
 
 def check_destination(path: Path, *, force: bool) -> None:
@@ -135,13 +163,13 @@ class GGUFWriter:
         path: Path,
         *,
         values: Mapping[str, Value],
-        tensors: Sequence[OutputTensor],
+        tensors: _Tensors,
         force: bool = False,
     ) -> None:
         self.path = path
         self.force = force
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._offsets = _offsets(tensors)
+        self._offsets = _offsets(tensors, _alignment(values))
         self._header = _header(values, tensors)
         self.size = file_bytes(values, tensors)
         self._descriptor = -1
@@ -186,9 +214,14 @@ class GGUFWriter:
 
     def write_rows(self, name: str, first_row: int, data: Bytes) -> None:
         """Write rows of a tensor, starting at ``first_row``."""
-        at = self._offsets[name] + first_row * self._tensors[name].row_bytes
+        tensor = self._tensors[name]
+        row_bytes = tensor.nbytes // prod(tensor.shape[:-1])
+        self.write_bytes(name, first_row * row_bytes, data.data)
+
+    def write_bytes(self, name: str, begin: int, data: memoryview) -> None:
+        """Write bytes of a tensor, starting at its byte ``begin``."""
         with _as_output_error(self.path):
-            self._write_at(len(self._header) + at, data.data)
+            self._write_at(len(self._header) + self._offsets[name] + begin, data)
 
     def finish(self, values: Mapping[str, Value]) -> None:
         """Write the final metadata (same length), sync, verify and give the file its name."""

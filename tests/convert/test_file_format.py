@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from dflash2_gguf.convert.gguf_reader import read_gguf
 from dflash2_gguf.convert.gguf_values import Value, array, boolean, f32, string, u32
 from dflash2_gguf.convert.pipeline import make_plan, run
-from dflash2_gguf.convert.writer import GGUFWriter, OutputTensor
+from dflash2_gguf.convert.writer import CopiedTensor, GGUFWriter, OutputTensor
+from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import GGMLType, ValueType
 from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
@@ -62,6 +64,53 @@ def test_file_of_one_key_and_one_tensor_has_these_bytes(tmp_path: Path) -> None:
 )
 def test_metadata_values_have_these_bytes(value: Value, encoded: bytes) -> None:
     assert value.encode() == encoded
+
+
+def test_alignment_of_the_metadata_is_kept(tmp_path: Path) -> None:
+    values: dict[str, Value] = {"general.alignment": u32(64)}
+    tensors = [CopiedTensor(name=name, shape=(3,), type=24, nbytes=3) for name in "ab"]
+    with GGUFWriter(tmp_path / "x.gguf", values=values, tensors=tensors) as writer:
+        writer.write_bytes("a", 0, memoryview(b"\x01\x02\x03"))
+        writer.write_bytes("b", 1, memoryview(b"\x05\x06"))
+        writer.finish(values)
+    reader = gguf.GGUFReader(tmp_path / "x.gguf")
+    assert [tensor.data.tolist() for tensor in reader.tensors] == [[1, 2, 3], [0, 5, 6]]
+    assert [tensor.data_offset % 64 for tensor in reader.tensors] == [0, 0]
+    assert (tmp_path / "x.gguf").stat().st_size % 64 == 0
+
+
+def nested_file(path: Path) -> Path:
+    """A file whose tags are lists of lists, by the ``gguf`` package."""
+    writer = gguf.GGUFWriter(path, "x")
+    writer.add_array("general.tags", [["a", "b"], ["c"]])
+    writer.add_array("mixed", [[1, 2], [3]])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_nested_arrays_are_read_and_written_back(tmp_path: Path) -> None:
+    header = read_gguf(nested_file(tmp_path / "x.gguf"))
+    tags, mixed = header.values["general.tags"], header.values["mixed"]
+    assert (tags.is_nested, tags.items(), mixed.items()) == (True, ["a", "b", "c"], [1, 2, 3])
+    assert tags.flat() == array(ValueType.STRING, ["a", "b", "c"])
+    assert mixed.flat() == array(ValueType.INT32, [1, 2, 3])
+    with GGUFWriter(tmp_path / "y.gguf", values=header.values, tensors=[]) as writer:
+        writer.finish(header.values)
+    assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
+
+
+def test_arrays_of_arrays_without_end_are_refused(tmp_path: Path) -> None:
+    deep = struct.pack("<IQ", ValueType.ARRAY, 1) * 5000
+    raw = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 9) + deep
+    (tmp_path / "x.gguf").write_bytes(raw)
+    with pytest.raises(CheckpointError) as caught:
+        read_gguf(tmp_path / "x.gguf")
+    assert caught.value.message == (
+        f"broken GGUF file {tmp_path / 'x.gguf'}: the value of 'k' is an array 9 levels deep"
+    )
 
 
 def test_small_drafter_has_the_golden_bytes(checkpoint: Path, target: Path, tmp_path: Path) -> None:
