@@ -1,7 +1,7 @@
 """Weights from checkpoint types to GGUF types, a few rows at a time.
 
-Floats are converted by numpy on bit views; quantized types by ggml's own ``ggml_quantize_chunk``
-without importance matrix, so the bytes are those of ``llama-quantize``.
+Floats are converted by numpy on bit views; quantized types by ggml's own ``ggml_quantize_chunk``,
+so the bytes are those of ``llama-quantize``, with and without importance matrix.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 DTYPE_SIZE = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_THREADS = 8
+_FLOATS = ctypes.POINTER(ctypes.c_float)
 
 
 def to_float32(raw: memoryview, dtype: str) -> Floats:
@@ -53,8 +54,10 @@ def rope_halves(values: Floats, head_dim: int) -> Floats:
     return pairs.transpose(0, 2, 1, 3).reshape(shape)
 
 
-def encode_rows(values: Floats, kind: GGMLType, name: str) -> Bytes:
-    """Bytes of rows [n, cols] as ``kind``.
+def encode_rows(
+    values: Floats, kind: GGMLType, name: str, importance: Floats | None = None
+) -> Bytes:
+    """Bytes of rows [n, cols] as ``kind``; ``importance`` [cols] says what errors count with.
 
     Raises CheckpointError naming the tensor when a value does not fit a 16-bit float, NativeError
     when ggml is needed and missing.
@@ -69,7 +72,12 @@ def encode_rows(values: Floats, kind: GGMLType, name: str) -> Bytes:
         return half.view(np.uint8).reshape(-1)
     if kind is GGMLType.BF16:
         return _to_bf16(values, name)
-    return _quantize(np.ascontiguousarray(values, dtype=np.float32), kind)
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if importance is None:
+        return _quantize(values, kind, None)
+    if importance.shape != values.shape[1:]:
+        raise ValueError(f"{name}: rows of {values.shape[1]}, importance of {importance.shape}")
+    return _quantize(values, kind, np.ascontiguousarray(importance, dtype=np.float32))
 
 
 def _refuse_overflow(values: Floats, kind: GGMLType, name: str) -> None:
@@ -91,16 +99,16 @@ def _to_bf16(values: Floats, name: str) -> Bytes:
 @lru_cache(maxsize=1)
 def _ggml() -> ctypes.CDLL:
     library = load("ggml-base")
-    floats, size = ctypes.POINTER(ctypes.c_float), ctypes.c_size_t
+    size = ctypes.c_size_t
     int64 = ctypes.c_int64
     library.ggml_quantize_chunk.argtypes = [
         ctypes.c_int,
-        floats,
+        _FLOATS,
         ctypes.c_void_p,
         int64,
         int64,
         int64,
-        floats,
+        _FLOATS,
     ]
     library.ggml_quantize_chunk.restype = size
     library.ggml_quantize_init.argtypes = [ctypes.c_int]
@@ -110,7 +118,7 @@ def _ggml() -> ctypes.CDLL:
     return library
 
 
-def _quantize(values: Floats, kind: GGMLType) -> Bytes:
+def _quantize(values: Floats, kind: GGMLType, importance: Floats | None) -> Bytes:
     """Rows are independent of each other, so threads change nothing but the time."""
     n_rows, n_cols = values.shape
     row_bytes = kind.row_bytes(n_cols)
@@ -120,18 +128,19 @@ def _quantize(values: Floats, kind: GGMLType) -> Bytes:
     step = -(-n_rows // threads)
     with ThreadPoolExecutor(threads) as pool:
         slices = [(at, min(n_rows, at + step)) for at in range(0, n_rows, step)]
-        list(pool.map(lambda rows: _quantize_slice(values, out, rows, kind, row_bytes), slices))
+        list(pool.map(lambda rows: _quantize_slice(values, out, rows, kind, importance), slices))
     return out
 
 
 def _quantize_slice(
-    values: Floats, out: Bytes, rows: tuple[int, int], kind: GGMLType, row_bytes: int
+    values: Floats, out: Bytes, rows: tuple[int, int], kind: GGMLType, importance: Floats | None
 ) -> None:
-    first, end = rows
+    (first, end), row_bytes = rows, kind.row_bytes(values.shape[1])
     source, target = values[first:end], out[first * row_bytes : end * row_bytes]
-    pointer = source.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    pointer = source.ctypes.data_as(_FLOATS)
+    weights = None if importance is None else importance.ctypes.data_as(_FLOATS)
     written = _ggml().ggml_quantize_chunk(
-        int(kind), pointer, target.ctypes.data, 0, end - first, values.shape[1], None
+        int(kind), pointer, target.ctypes.data, 0, end - first, values.shape[1], weights
     )
     if written != target.nbytes:
         raise NativeError(f"ggml wrote {written} bytes of {kind.name} instead of {target.nbytes}")
