@@ -7,16 +7,16 @@ from typing import Any
 
 from dflash2_gguf.errors import CheckpointError
 
-__all__ = [
-    "refuse_other_variants",
-    "refuse_unsupported_values",
-    "unknown_top_level",
-]
+__all__ = ["is_dflash2", "refuse_unsupported_values", "unknown_top_level"]
 
-_ARCHITECTURE = "DFlash2DraftModel"
+# architecture -> is it a DFlash 2 drafter? speculators wrote another name for DFlash 1
+_ARCHITECTURES = {
+    "DFlash2DraftModel": True,
+    "DFlashDraftModel": False,
+    "DFlashSpeculator": False,
+}
 
 _OTHER_ARCHITECTURES = {
-    "DFlashDraftModel": "a DFlash 1 drafter",
     "DFlash2BeamDraftModel": "a DFlash 2 Beam drafter",
     "Qwen3DSparkModel": "a DSpark drafter",
     "DSparkDraftModel": "a DSpark drafter",
@@ -48,11 +48,16 @@ _DRAFT_KEYS = {
     "is_neox_style",
     "rope_dim",
     "partial_rotary_factor",
+    "attention_sink_bias",
+    "draft_vocab_size",
+    "hidden_act",
 }
+
+# keys that must agree with something else in the checkpoint
+_CHECKED_KEYS = {"has_own_lm_head", "target_hidden_size"}
 
 # keys of which some values are not converted: key -> (accepted values, what others mean)
 _FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attention_sink_bias": ((False, None), "attention sinks"),
     "sample_from_anchor": ((False, None), "DSpark's sampling from the anchor"),
     "use_gemma_norm": ((False, None), "Gemma's norms"),
     "shift_label": ((False, None), "Domino's shifted labels"),
@@ -61,14 +66,9 @@ _FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "gru_hidden_dim": ((None, 0), "Domino's GRU"),
     "emb_dim": ((None, 0), "Domino's embeddings"),
     "markov_head_type": ((None,), "DSpark's Markov head"),
-    "draft_vocab_size": ((None,), "a reduced draft vocabulary"),
-    "target_hidden_size": ((None,), "a target of another hidden size"),
     "logit_scale": ((None, 1, 1.0), "vLLM's own logit scale"),
-    "has_own_lm_head": ((False, None), "a head of its own that is announced, not shipped"),
     "use_aux_hidden_state": ((True, None), "drafting without target features"),
-    "hidden_act": (("silu", None), "another activation"),
     "attention_bias": ((False, None), "attention biases"),
-    "quantization_config": ((None,), "quantized weights"),
     "mlp_bias": ((False, None), "MLP biases"),
 }
 
@@ -96,6 +96,7 @@ _TOP_LEVEL = {
     "num_key_value_heads",
     "num_target_layers",
     "pad_token_id",
+    "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -109,30 +110,28 @@ _TOP_LEVEL = {
     "vocab_size",
 }
 
-_ONLY_DFLASH2 = "this version converts DFlash 2 checkpoints (DFlash2DraftModel) only"
+_ONLY_DFLASH = "DFlash 2 (DFlash2DraftModel) and DFlash 1 (DFlashDraftModel) are converted"
 
 
-def refuse_other_variants(data: dict[str, Any]) -> None:
-    """Raise CheckpointError, naming the kind, when this is not a DFlash 2 drafter."""
-    kind = data.get("speculators_model_type")
-    if kind is not None or "transformer_layer_config" in data:
-        raise CheckpointError(f"this is a checkpoint in speculators format ({kind})", _ONLY_DFLASH2)
+def is_dflash2(data: dict[str, Any]) -> bool:
+    """DFlash 2 or DFlash 1? CheckpointError, naming the kind, for any other drafter or model."""
     names = data.get("architectures")
     if not isinstance(names, list) or not names:
-        raise CheckpointError("config.json names no architecture", _ONLY_DFLASH2)
+        raise CheckpointError("config.json names no architecture", _ONLY_DFLASH)
     nested = data.get("dflash_config", {})
     if not isinstance(nested, dict):
         raise CheckpointError(f"config.json: dflash_config is {nested!r}, not an object")
-    name = names[0]
-    if name != _ARCHITECTURE:
-        what = _OTHER_ARCHITECTURES.get(str(name), "not a DFlash 2 drafter")
-        raise CheckpointError(f"{name} is {what}", _ONLY_DFLASH2)
+    name = str(names[0])
+    if name not in _ARCHITECTURES:
+        what = _OTHER_ARCHITECTURES.get(name, "not a DFlash drafter")
+        raise CheckpointError(f"{name} is {what}", _ONLY_DFLASH)
+    return _ARCHITECTURES[name]
 
 
 def refuse_unsupported_values(data: dict[str, Any]) -> None:
     """Raise CheckpointError for unknown ``dflash_config`` keys and unconverted features."""
     nested = data.get("dflash_config", {})
-    known = _DRAFT_KEYS | set(_FIXED_KEYS)
+    known = _DRAFT_KEYS | _CHECKED_KEYS | set(_FIXED_KEYS)
     unknown = sorted(set(nested) - known)
     if unknown:
         close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
@@ -145,13 +144,20 @@ def refuse_unsupported_values(data: dict[str, Any]) -> None:
         for value in (nested.get(key), data.get(key)):
             if not any(value is item or value == item for item in accepted) and value is not None:
                 raise CheckpointError(
-                    f"config.json: {key} is {_short(value)}: {meaning} cannot be converted yet"
+                    f"config.json: {key} is {_short(value)}: a GGUF file has no place for {meaning}"
                 )
+    width = nested.get("target_hidden_size", data.get("target_hidden_size"))
+    if width is not None and width != data.get("hidden_size"):
+        raise CheckpointError(
+            f"config.json: target_hidden_size is {_short(width)}, hidden_size is "
+            f"{_short(data.get('hidden_size'))}",
+            "llama.cpp reads features of the drafter's own width only",
+        )
 
 
 def unknown_top_level(data: dict[str, Any]) -> tuple[str, ...]:
     """One warning per top-level key that has no meaning here."""
-    known = _TOP_LEVEL | _DRAFT_KEYS | set(_FIXED_KEYS)
+    known = _TOP_LEVEL | _DRAFT_KEYS | _CHECKED_KEYS | set(_FIXED_KEYS)
     return tuple(f"config.json: unknown key {key} is ignored" for key in sorted(set(data) - known))
 
 

@@ -1,4 +1,4 @@
-"""config.json of a DFlash 2 checkpoint, validated into one frozen dataclass.
+"""config.json of a DFlash checkpoint, validated into one frozen dataclass.
 
 Nothing is guessed: a key inside ``dflash_config`` that this version does not know is an error, and
 so is a missing RoPE base. Defaults are those of the authors' reference (``dflash/model.py``).
@@ -11,24 +11,54 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash2_gguf.convert.config_keys import (
-    refuse_other_variants,
+    is_dflash2,
     refuse_unsupported_values,
     unknown_top_level,
 )
 from dflash2_gguf.convert.config_values import Config
 from dflash2_gguf.convert.rope import Rope, read_rope
+from dflash2_gguf.convert.speculators import flatten
+from dflash2_gguf.convert.stored_weights import Scheme
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import DraftShape
 
-__all__ = ["DraftHparams", "default_target_layer_ids", "read_hparams"]
+__all__ = ["DFlash2Parts", "DraftHparams", "default_target_layer_ids", "read_hparams"]
 
 _DEFAULT_BLOCK_SIZE = 16
 _MAX_LAYERS = 512  # llama-hparams.h:LLAMA_MAX_LAYERS
 
 
+# hidden_act -> what llama.cpp calls it, None where that is its default
+_ACTIVATIONS = {"silu": None, "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Parts:
+    """What DFlash 2 added: convolutions around attention and MLP, and the candidate selector."""
+
+    conv_kernel: int
+    conv_group: int
+    selector_rank: int
+    selector_top_k: int
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("conv_kernel_size", self.conv_kernel),
+            ("conv_group_size", self.conv_group),
+            ("selector_rank", self.selector_rank),
+            ("selector_top_k", self.selector_top_k),
+        ):
+            if value < 1:
+                raise CheckpointError(f"config.json: {name} is {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftHparams:
-    """What config.json says about a drafter. Layer ids are 0-based outputs."""
+    """What config.json says about a drafter. Layer ids are 0-based outputs.
+
+    parts: None for a DFlash 1 drafter. n_vocab_draft: rows of a reduced head. sinks: None where
+    the config does not say. activation: of the MLP where it is not silu.
+    """
 
     n_layer: int
     n_embd: int
@@ -48,15 +78,18 @@ class DraftHparams:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     n_target_layer: int | None
-    conv_kernel: int
-    conv_group: int
-    selector_rank: int
-    selector_top_k: int
+    parts: DFlash2Parts | None
     output_multiplier: float | None
     softcap: float | None
     embedding_scale: float | None
     value_scale: float | None
     tie_embeddings: bool
+    n_vocab_draft: int | None
+    sinks: bool | None
+    activation: str | None
+    quantization: str | None
+    scheme: Scheme
+    own_head: bool
     licence: str | None
     warnings: tuple[str, ...] = ()
 
@@ -70,8 +103,15 @@ class DraftHparams:
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.n_vocab}"
             )
 
-    def shape(self, *, own_embeddings: bool = False, own_head: bool = False) -> DraftShape:
-        """The tensor shapes these hyperparameters ask for."""
+    def shape(
+        self,
+        *,
+        own_embeddings: bool = False,
+        own_head: bool = False,
+        sinks: bool = False,
+        shared_kv: bool = False,
+    ) -> DraftShape:
+        """The tensor shapes these hyperparameters ask for, in a checkpoint that has these parts."""
         return DraftShape(
             n_layer=self.n_layer,
             n_embd=self.n_embd,
@@ -81,11 +121,14 @@ class DraftHparams:
             head_dim=self.head_dim,
             n_vocab=self.n_vocab,
             n_tap=len(self.target_layer_ids),
-            conv_kernel=self.conv_kernel,
-            conv_group=self.conv_group,
-            selector_rank=self.selector_rank,
+            conv_kernel=self.parts.conv_kernel if self.parts else 0,
+            conv_group=self.parts.conv_group if self.parts else 0,
+            selector_rank=self.parts.selector_rank if self.parts else 0,
+            n_vocab_draft=self.n_vocab_draft,
             own_embeddings=own_embeddings,
             own_head=own_head,
+            sinks=sinks,
+            shared_kv=shared_kv,
         )
 
 
@@ -103,7 +146,8 @@ def read_hparams(data: dict[str, Any]) -> DraftHparams:
     Raises CheckpointError for other drafter kinds (by name), unknown ``dflash_config`` keys,
     missing or impossible values. Unknown top-level keys end up in ``warnings``.
     """
-    refuse_other_variants(data)
+    data = flatten(data)
+    second = is_dflash2(data)
     refuse_unsupported_values(data)
     config = Config(data)
     n_layer = _layer_count(config)
@@ -132,18 +176,68 @@ def read_hparams(data: dict[str, Any]) -> DraftHparams:
         mask_token_id=_mask_token_id(config),
         target_layer_ids=_target_layer_ids(config, n_target, n_layer),
         n_target_layer=n_target,
-        conv_kernel=config.draft_int("conv_kernel_size"),
-        conv_group=config.draft_int("conv_group_size"),
-        selector_rank=config.draft_int("selector_rank"),
-        selector_top_k=config.draft_int("selector_top_k"),
+        parts=_parts(config) if second else None,
         output_multiplier=config.draft_float("output_multiplier"),
         softcap=_softcap(config),
         embedding_scale=config.draft_float("input_embedding_scale"),
         value_scale=config.draft_float("attention_value_scale"),
         tie_embeddings=config.flag("tie_word_embeddings", False),
+        n_vocab_draft=_draft_vocabulary(config),
+        sinks=_sinks(config),
+        activation=_activation(config),
+        quantization=_quantization(config),
+        scheme=Scheme.read(config.top("quantization_config")),
+        own_head=config.draft_flag("has_own_lm_head", False),
         licence=config.optional_str("license"),
         warnings=(*unknown_top_level(data), *warnings),
     )
+
+
+def _parts(config: Config) -> DFlash2Parts:
+    return DFlash2Parts(
+        conv_kernel=config.draft_int("conv_kernel_size"),
+        conv_group=config.draft_int("conv_group_size"),
+        selector_rank=config.draft_int("selector_rank"),
+        selector_top_k=config.draft_int("selector_top_k"),
+    )
+
+
+def _draft_vocabulary(config: Config) -> int | None:
+    """Rows of a reduced head; the whole vocabulary is not a reduced one."""
+    value = config.draft("draft_vocab_size")
+    if value is None:
+        return None
+    rows, n_vocab = config.draft_int("draft_vocab_size"), config.positive("vocab_size")
+    if not 1 <= rows <= n_vocab:
+        raise CheckpointError(f"config.json: draft_vocab_size {rows} of a vocabulary of {n_vocab}")
+    return rows if rows < n_vocab else None
+
+
+def _sinks(config: Config) -> bool | None:
+    given = config.draft("attention_sink_bias")
+    return None if given is None else config.draft_flag("attention_sink_bias", False)
+
+
+def _activation(config: Config) -> str | None:
+    name = config.draft("hidden_act")
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: hidden_act is {name!r}, llama.cpp runs {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _quantization(config: Config) -> str | None:
+    """How the weights are stored, in the checkpoint's own word; their tensors say the rest."""
+    given = config.top("quantization_config")
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if not isinstance(method, str):
+        raise CheckpointError("config.json: quantization_config names no quant_method")
+    return method
 
 
 def _layer_count(config: Config) -> int:
@@ -244,10 +338,6 @@ def _check_heads(h: DraftHparams) -> None:
         ("num_hidden_layers", h.n_layer),
         ("head_dim", h.head_dim),
         ("num_key_value_heads", h.n_head_kv),
-        ("conv_kernel_size", h.conv_kernel),
-        ("conv_group_size", h.conv_group),
-        ("selector_rank", h.selector_rank),
-        ("selector_top_k", h.selector_top_k),
     ):
         if value < 1:
             raise CheckpointError(f"config.json: {name} is {value}")
@@ -275,15 +365,22 @@ def _check_layers(h: DraftHparams) -> None:
 
 
 def _check_selector(h: DraftHparams) -> None:
-    if h.n_embd % h.conv_group:
+    if h.parts is None:
+        return
+    group, top_k = h.parts.conv_group, h.parts.selector_top_k
+    if h.n_embd % group:
         raise CheckpointError(
-            f"config.json: conv_group_size {h.conv_group} does not divide hidden_size {h.n_embd}"
+            f"config.json: conv_group_size {group} does not divide hidden_size {h.n_embd}"
         )
-    lattice = h.selector_top_k * (h.selector_top_k + 1)
+    lattice = top_k * (top_k + 1)
     if h.n_embd < lattice:
         raise CheckpointError(
-            f"config.json: selector_top_k {h.selector_top_k} is too large for hidden {h.n_embd}",
+            f"config.json: selector_top_k {top_k} is too large for hidden {h.n_embd}",
             f"llama.cpp carries the candidates in a row of that size, {lattice} are needed",
+        )
+    if (h.n_vocab_draft or top_k) < top_k:
+        raise CheckpointError(
+            f"config.json: selector_top_k {top_k} of a draft vocabulary of {h.n_vocab_draft}"
         )
 
 

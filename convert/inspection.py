@@ -53,12 +53,12 @@ def _inspect_directory(path: Path) -> Inspection:
     provenance = read_provenance(path, hparams)
     problems = list(hparams.warnings)
     try:
-        plan_tensors(hparams, checkpoint)
+        problems += plan_tensors(hparams, checkpoint).warnings
     except CheckpointError as error:
         problems.append(error.message)
     warning = licence_warning(provenance)
     facts = {
-        "kind": f"DFlash 2 checkpoint ({checkpoint.kind})",
+        "kind": f"DFlash {2 if hparams.parts else 1} checkpoint ({checkpoint.kind})",
         "name": provenance.name,
         "license": provenance.licence,
         "license_name": provenance.licence_name,
@@ -116,10 +116,10 @@ def _behaviour(h: DraftHparams) -> dict[str, Any]:
         "mask_token_id": h.mask_token_id,
         "target_layers": list(h.target_layer_ids),
         "target_layer_count": h.n_target_layer,
-        "conv_kernel": h.conv_kernel,
-        "conv_group": h.conv_group,
-        "selector_rank": h.selector_rank,
-        "selector_top_k": h.selector_top_k,
+        "conv_kernel": h.parts.conv_kernel if h.parts else None,
+        "conv_group": h.parts.conv_group if h.parts else None,
+        "selector_rank": h.parts.selector_rank if h.parts else None,
+        "selector_top_k": h.parts.selector_top_k if h.parts else None,
         "causal": h.causal,
         "sliding_window": h.sliding_window,
         "sliding_layers": list(h.sliding_layers),

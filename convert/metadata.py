@@ -29,7 +29,10 @@ _UNKNOWN_HASH = "0" * 64
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a checkpoint comes from and under which licence, as far as its folder says."""
+    """Where a checkpoint comes from and under which licence, as far as its folder says.
+
+    quantization: how its weights are stored, None where they are plain floats.
+    """
 
     name: str
     repo: str | None = None
@@ -37,6 +40,7 @@ class Provenance:
     licence: str | None = None
     licence_name: str | None = None
     licence_link: str | None = None
+    quantization: str | None = None
 
 
 def read_provenance(directory: Path, hparams: DraftHparams) -> Provenance:
@@ -147,6 +151,8 @@ def _architecture(h: DraftHparams, preset: Preset) -> Iterator[tuple[str, Value]
     yield arch_key(field.CAUSAL), boolean(h.causal)
     if h.rope.scaling is not None:
         yield from _scaling(h.rope.scaling)
+    if h.activation is not None:
+        yield arch_key(field.HIDDEN_ACTIVATION), string(h.activation)
     yield arch_key(field.ROPE_FREQ_BASE), f32(h.rope.freq_base)
     yield arch_key(field.RMS_EPS), f32(h.rms_eps)
     if h.head_dim_given or h.head_dim * h.n_head != h.n_embd:
@@ -179,10 +185,11 @@ def _draft(h: DraftHparams, target: Target) -> Iterator[tuple[str, Value]]:
     if h.value_scale is not None:
         yield arch_key(field.VALUE_SCALE), f32(h.value_scale)
     yield arch_key(field.BLOCK_SIZE), u32(h.block_size)
-    yield arch_key(field.CONV_KERNEL_SIZE), u32(h.conv_kernel)
-    yield arch_key(field.CONV_GROUP_SIZE), u32(h.conv_group)
-    yield arch_key(field.SELECTOR_RANK), u32(h.selector_rank)
-    yield arch_key(field.SELECTOR_TOP_K), u32(h.selector_top_k)
+    if h.parts is not None:
+        yield arch_key(field.CONV_KERNEL_SIZE), u32(h.parts.conv_kernel)
+        yield arch_key(field.CONV_GROUP_SIZE), u32(h.parts.conv_group)
+        yield arch_key(field.SELECTOR_RANK), u32(h.parts.selector_rank)
+        yield arch_key(field.SELECTOR_TOP_K), u32(h.parts.selector_top_k)
     for name, value in (
         (field.LOGIT_SCALE, h.output_multiplier),
         (field.FINAL_LOGIT_SOFTCAPPING, h.softcap),
@@ -220,6 +227,8 @@ def _origin(
     yield Key.SOURCE_FILES, array(ValueType.STRING, files)
     yield Key.SOURCE_SHA256, array(ValueType.STRING, digests)
     yield Key.SOURCE_ROPE, string(h.rope.origin)
+    if provenance.quantization is not None:
+        yield Key.SOURCE_QUANTIZATION, string(provenance.quantization)
     yield Key.TARGET_NAME, string(target.name)
     yield Key.TARGET_ARCHITECTURE, string(target.arch)
     yield Key.TARGET_BLOCK_COUNT, u32(target.n_layer)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-
-import numpy as np
 
 from dflash2_gguf.convert.gguf_values import Value
 from dflash2_gguf.convert.hparams import DraftHparams, read_hparams
@@ -18,7 +18,6 @@ from dflash2_gguf.convert.metadata import (
     licence_warning,
     read_provenance,
 )
-from dflash2_gguf.convert.quantize import DTYPE_SIZE, encode_rows, rope_halves, to_float32
 from dflash2_gguf.convert.source import (
     Checkpoint,
     SourceTensor,
@@ -28,6 +27,7 @@ from dflash2_gguf.convert.source import (
 )
 from dflash2_gguf.convert.target import Target, check_pair, open_target
 from dflash2_gguf.convert.tensors import PlannedTensor, plan_tensors
+from dflash2_gguf.convert.transfer import piece_bytes, transfer
 from dflash2_gguf.convert.writer import (
     GGUFWriter,
     OutputTensor,
@@ -35,15 +35,11 @@ from dflash2_gguf.convert.writer import (
     check_space,
     file_bytes,
 )
-from dflash2_gguf.errors import CheckpointError, UsageError
+from dflash2_gguf.errors import UsageError
+from dflash2_gguf.gguf_schema import Role
 from dflash2_gguf.presets import Choice, Preset, choose_type
 
 __all__ = ["OutputPlan", "Plan", "check_outputs", "make_plan", "run"]
-
-# source bytes converted at a time; several times as much is alive as floats and temporaries
-_PIECE_BYTES = 4 << 20
-
-_PARTIAL = "the download probably stopped half-way: fetch the checkpoint again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +98,7 @@ class Plan:
 
 
 def _count(tensors: Sequence[PlannedTensor]) -> int:
-    return sum(prod(tensor.spec.shape) for tensor in tensors)
+    return sum(prod(t.spec.shape) for t in tensors if t.spec.role is not Role.VOCAB_MAP)
 
 
 def make_plan(
@@ -116,10 +112,11 @@ def make_plan(
     """
     checkpoint = open_checkpoint(source)
     hparams = read_hparams(read_json(source / "config.json"))
-    tensors = plan_tensors(hparams, checkpoint)
+    matched = plan_tensors(hparams, checkpoint)
+    tensors = matched.tensors
     target = open_target(target_path)
     check_pair(hparams, target)
-    provenance = read_provenance(source, hparams)
+    provenance = replace(read_provenance(source, hparams), quantization=matched.quantization)
     warning = licence_warning(provenance)
     plan = Plan(
         checkpoint=checkpoint,
@@ -128,7 +125,7 @@ def make_plan(
         provenance=provenance,
         tensors=tensors,
         outputs=tuple(_plan_output(preset, path, hparams, tensors) for preset, path in outputs),
-        warnings=(*hparams.warnings, *([warning] if warning else [])),
+        warnings=(*hparams.warnings, *matched.warnings, *([warning] if warning else [])),
     )
     _refuse_inputs_as_outputs(plan, target_path)
     return plan
@@ -197,11 +194,21 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
         ]
 
         def visit(source: SourceTensor, pieces: Iterator[memoryview]) -> None:
-            _transfer(planned[source.name], pieces, writers, progress)
+            counted = _counted(pieces, progress)
+            tensor = planned.get(source.name)
+            if tensor is None:  # scales, leftovers: part of the file's hash only
+                deque(counted, maxlen=0)
+                return
+            name = tensor.spec.name
+            outputs = [
+                (output.choices[name].type, partial(writer.write_rows, name))
+                for output, writer in writers
+            ]
+            transfer(tensor, plan.checkpoint, counted, outputs, n_vocab=plan.hparams.n_vocab)
 
         hashes = read_source(
             plan.checkpoint,
-            piece_bytes=lambda source: _piece_bytes(planned[source.name]),
+            piece_bytes=lambda source: piece_bytes(planned.get(source.name)),
             visit=visit,
         )
         for output, writer in writers:
@@ -209,35 +216,7 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
     return hashes
 
 
-def _piece_bytes(tensor: PlannedTensor) -> int:
-    """Whole rows, and whole heads where rows of a head are reordered."""
-    row = tensor.n_cols * DTYPE_SIZE[tensor.source.dtype]
-    unit = row * (tensor.rope_dim if tensor.n_rows > 1 and tensor.rope_dim else 1)
-    return max(1, _PIECE_BYTES // unit) * unit
-
-
-def _transfer(
-    tensor: PlannedTensor,
-    pieces: Iterator[memoryview],
-    writers: Sequence[tuple[OutputPlan, GGUFWriter]],
-    progress: Callable[[int], None],
-) -> None:
-    name, row, any_value = tensor.source.stored_name, 0, False
+def _counted(pieces: Iterator[memoryview], progress: Callable[[int], None]) -> Iterator[memoryview]:
     for piece in pieces:
-        values = to_float32(piece, tensor.source.dtype).reshape(-1, tensor.n_cols)
-        if not np.isfinite(values).all():
-            raise CheckpointError(f"tensor {name} has NaN or infinite values", _PARTIAL)
-        any_value = any_value or bool(values.any())
-        if tensor.rope_dim:
-            values = rope_halves(values, tensor.rope_dim)
-        for output, writer in writers:
-            kind = output.choices[tensor.spec.name].type
-            if kind.name == tensor.source.dtype and not tensor.rope_dim:
-                data = np.frombuffer(piece, dtype=np.uint8)
-            else:
-                data = encode_rows(values, kind, name)
-            writer.write_rows(tensor.spec.name, row, data)
-        row += len(values)
+        yield piece
         progress(len(piece))
-    if not any_value:
-        raise CheckpointError(f"tensor {name} is all zeros", _PARTIAL)

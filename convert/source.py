@@ -17,7 +17,15 @@ from dflash2_gguf.convert.safetensors_file import SafetensorsHeader, read_header
 from dflash2_gguf.convert.torch_file import open_torch
 from dflash2_gguf.errors import CheckpointError
 
-__all__ = ["Checkpoint", "SourceTensor", "Visitor", "open_checkpoint", "read_json", "read_source"]
+__all__ = [
+    "Checkpoint",
+    "SourceTensor",
+    "Visitor",
+    "open_checkpoint",
+    "read_json",
+    "read_source",
+    "read_tensor",
+]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -185,6 +193,22 @@ def _torch(directory: Path, name: str) -> Checkpoint:
     return Checkpoint(
         directory=directory, files=(name,), tensors=tensors, data_starts={name: 0}, kind="torch"
     )
+
+
+def read_tensor(checkpoint: Checkpoint, tensor: SourceTensor) -> memoryview:
+    """All bytes of one small tensor; CheckpointError when the file ends before it does."""
+    path = checkpoint.directory / tensor.file
+    if checkpoint.kind == "torch":
+        return memoryview(open_torch(path)[tensor.stored_name][2]).cast("B")
+    try:
+        with path.open("rb") as file:
+            file.seek(checkpoint.data_starts[tensor.file] + tensor.begin)
+            data = file.read(tensor.nbytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {tensor.file}: {error.strerror}") from error
+    if len(data) != tensor.nbytes:
+        raise CheckpointError(f"{tensor.file} ended inside tensor {tensor.stored_name!r}")
+    return memoryview(data)
 
 
 # receives a tensor and pieces of its bytes in order; the sizes of the pieces are its own choice

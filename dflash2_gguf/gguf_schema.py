@@ -81,6 +81,7 @@ class GGMLType(IntEnum):
     Q6_K = 14
     IQ4_NL = 20
     IQ4_XS = 23
+    I64 = 27
     BF16 = 30
 
     @property
@@ -95,7 +96,7 @@ class GGMLType(IntEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """False for the three float types."""
+        """False for floats and integers."""
         return self.block_size > 1
 
     def row_bytes(self, n_cols: int) -> int:
@@ -119,6 +120,7 @@ _BLOCKS: Final = {
     GGMLType.Q6_K: (256, 210),
     GGMLType.IQ4_NL: (32, 18),
     GGMLType.IQ4_XS: (256, 136),
+    GGMLType.I64: (1, 8),
     GGMLType.BF16: (1, 2),
 }
 
@@ -222,6 +224,7 @@ class Key:
     SOURCE_FILES = "dflash2.source.files"
     SOURCE_SHA256 = "dflash2.source.sha256"
     SOURCE_ROPE = "dflash2.source.rope_freq_base"
+    SOURCE_QUANTIZATION = "dflash2.source.quantization"
     TARGET_NAME = "dflash2.target.name"
     TARGET_ARCHITECTURE = "dflash2.target.architecture"
     TARGET_BLOCK_COUNT = "dflash2.target.block_count"
@@ -231,6 +234,7 @@ class Key:
 
         BLOCK_COUNT = "block_count"
         NEXTN_LAYERS = "nextn_predict_layers"
+        HYPER_CONNECTIONS = "hyper_connection.count"
         CONTEXT_LENGTH = "context_length"
         EMBEDDING_LENGTH = "embedding_length"
         FEED_FORWARD_LENGTH = "feed_forward_length"
@@ -240,6 +244,7 @@ class Key:
         VALUE_LENGTH = "attention.value_length"
         RMS_EPS = "attention.layer_norm_rms_epsilon"
         CAUSAL = "attention.causal"
+        HIDDEN_ACTIVATION = "hidden_activation"
         SLIDING_WINDOW = "attention.sliding_window"
         SLIDING_WINDOW_PATTERN = "attention.sliding_window_pattern"
         VALUE_SCALE = "attention.value_scale"
@@ -275,6 +280,9 @@ class Name:
     IMATRIX_COUNTS = ".counts"
     HF_EMBEDDINGS = "embed_tokens.weight"
     HF_HEAD = "lm_head.weight"
+    HF_VOCAB_MAP = "d2t"
+    HF_SINKS = "self_attn.sinks"
+    HF_VALUES = "self_attn.v_proj.weight"
     HF_SELECTOR_PREFIX = "candidate_selector."
 
 
@@ -283,6 +291,7 @@ class Role(str, Enum):
 
     TOKEN_EMBD = "token_embd"
     OUTPUT = "output"
+    VOCAB_MAP = "vocab_map"
     FC = "fc"
     SELECTOR_HIDDEN = "selector_hidden"
     SELECTOR_PREDECESSOR = "selector_predecessor"
@@ -292,6 +301,7 @@ class Role(str, Enum):
     ATTN_K = "attn_k"
     ATTN_V = "attn_v"
     ATTN_OUTPUT = "attn_output"
+    ATTN_SINKS = "attn_sinks"
     FFN_GATE = "ffn_gate"
     FFN_UP = "ffn_up"
     FFN_DOWN = "ffn_down"
@@ -300,14 +310,27 @@ class Role(str, Enum):
     FFN_CONV_PROJ = "ffn_conv_proj"
 
     @property
-    def always_f32(self) -> bool:
-        """Norms and conv bases are tiny and upstream's graph expects them in F32."""
-        return self in (Role.NORM, Role.CONV_BASE)
+    def fixed_type(self) -> GGMLType | None:
+        """The one type upstream's graph expects, whatever a recipe says; such tensors are tiny."""
+        return _FIXED_TYPES.get(self)
+
+
+_FIXED_TYPES: Final = {
+    Role.NORM: GGMLType.F32,
+    Role.CONV_BASE: GGMLType.F32,
+    Role.ATTN_SINKS: GGMLType.F32,
+    Role.VOCAB_MAP: GGMLType.I64,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """The numbers that fix every tensor shape of a DFlash 2 drafter."""
+    """The numbers that fix every tensor shape of a drafter.
+
+    A DFlash 1 drafter has neither convolutions nor a selector: their three numbers are 0.
+    ``n_vocab_draft``: rows of a reduced head, with a map from them to token ids. ``shared_kv``:
+    values are made of the keys' projection.
+    """
 
     n_layer: int
     n_embd: int
@@ -317,11 +340,19 @@ class DraftShape:
     head_dim: int
     n_vocab: int
     n_tap: int
-    conv_kernel: int
-    conv_group: int
-    selector_rank: int
+    conv_kernel: int = 0
+    conv_group: int = 0
+    selector_rank: int = 0
+    n_vocab_draft: int | None = None
     own_embeddings: bool = False
     own_head: bool = False
+    sinks: bool = False
+    shared_kv: bool = False
+
+    @property
+    def is_dflash2(self) -> bool:
+        """With convolutions and selector."""
+        return self.selector_rank > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +376,7 @@ _ROTATED: Final = ("attn_q.weight", "attn_k.weight", "attn_q_norm.weight", "attn
 _GLOBAL: Final = {
     Name.HF_EMBEDDINGS: Name.TOKEN_EMBD,
     Name.HF_HEAD: Name.OUTPUT,
+    Name.HF_VOCAB_MAP: "d2t",
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
@@ -358,10 +390,11 @@ _LAYER: Final = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
+    Name.HF_VALUES: "attn_v.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
+    Name.HF_SINKS: "attn_sinks.weight",
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
@@ -394,52 +427,50 @@ def _global_tensors(s: DraftShape) -> list[TensorSpec]:
         role = Role.TOKEN_EMBD if s.own_head else Role.OUTPUT
         own.append(_global(Name.HF_EMBEDDINGS, role, s.n_vocab, s.n_embd))
     if s.own_head:
-        own.append(_global(Name.HF_HEAD, Role.OUTPUT, s.n_vocab, s.n_embd))
-    selector = "candidate_selector"
+        own.append(_global(Name.HF_HEAD, Role.OUTPUT, s.n_vocab_draft or s.n_vocab, s.n_embd))
+    if s.n_vocab_draft:
+        own.append(_global(Name.HF_VOCAB_MAP, Role.VOCAB_MAP, s.n_vocab_draft))
     return [
         *own,
         _global("fc.weight", Role.FC, s.n_embd, s.n_tap * s.n_embd),
         _global("hidden_norm.weight", Role.NORM, s.n_embd),
         _global("norm.weight", Role.NORM, s.n_embd),
-        _global(
-            f"{selector}.hidden_projection.weight", Role.SELECTOR_HIDDEN, s.selector_rank, s.n_embd
-        ),
-        _global(
-            f"{selector}.predecessor_codebook",
-            Role.SELECTOR_PREDECESSOR,
-            s.n_vocab,
-            s.selector_rank,
-        ),
-        _global(
-            f"{selector}.successor_codebook", Role.SELECTOR_SUCCESSOR, s.n_vocab, s.selector_rank
+        *(_selector_tensors(s) if s.is_dflash2 else ()),
+    ]
+
+
+def _selector_tensors(s: DraftShape) -> list[TensorSpec]:
+    tables = (
+        ("predecessor_codebook", Role.SELECTOR_PREDECESSOR),
+        ("successor_codebook", Role.SELECTOR_SUCCESSOR),
+    )
+    projection = f"{Name.HF_SELECTOR_PREFIX}hidden_projection.weight"
+    return [
+        _global(projection, Role.SELECTOR_HIDDEN, s.selector_rank, s.n_embd),
+        *(
+            _global(f"{Name.HF_SELECTOR_PREFIX}{table}", role, s.n_vocab, s.selector_rank)
+            for table, role in tables
         ),
     ]
 
 
 def _layer_tensors(s: DraftShape, layer: int) -> list[TensorSpec]:
     q, kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
-    base = (2, s.conv_kernel, s.n_embd)
-    projected = 2 * s.conv_kernel * (s.n_embd // s.conv_group)
     rows: list[tuple[str, Role, tuple[int, ...]]] = [
         ("input_layernorm.weight", Role.NORM, (s.n_embd,)),
         ("self_attn.q_proj.weight", Role.ATTN_Q, (q, s.n_embd)),
         ("self_attn.k_proj.weight", Role.ATTN_K, (kv, s.n_embd)),
-        ("self_attn.v_proj.weight", Role.ATTN_V, (kv, s.n_embd)),
+        *([] if s.shared_kv else [(Name.HF_VALUES, Role.ATTN_V, (kv, s.n_embd))]),
         ("self_attn.o_proj.weight", Role.ATTN_OUTPUT, (s.n_embd, q)),
         ("self_attn.q_norm.weight", Role.NORM, (s.head_dim,)),
         ("self_attn.k_norm.weight", Role.NORM, (s.head_dim,)),
-        ("attention_conv.base_kernel", Role.CONV_BASE, base),
-        (
-            "attention_conv.kernel_projection.weight",
-            Role.ATTN_CONV_PROJ,
-            (projected, s.n_embd),
-        ),
+        *([(Name.HF_SINKS, Role.ATTN_SINKS, (s.n_head,))] if s.sinks else []),
+        *_conv_rows(s, "attention_conv", Role.ATTN_CONV_PROJ),
         ("post_attention_layernorm.weight", Role.NORM, (s.n_embd,)),
         ("mlp.gate_proj.weight", Role.FFN_GATE, (s.n_ff, s.n_embd)),
         ("mlp.up_proj.weight", Role.FFN_UP, (s.n_ff, s.n_embd)),
         ("mlp.down_proj.weight", Role.FFN_DOWN, (s.n_embd, s.n_ff)),
-        ("mlp_conv.base_kernel", Role.CONV_BASE, base),
-        ("mlp_conv.kernel_projection.weight", Role.FFN_CONV_PROJ, (projected, s.n_embd)),
+        *_conv_rows(s, "mlp_conv", Role.FFN_CONV_PROJ),
     ]
     return [
         TensorSpec(
@@ -450,6 +481,16 @@ def _layer_tensors(s: DraftShape, layer: int) -> list[TensorSpec]:
             layer=layer,
         )
         for tail, role, shape in rows
+    ]
+
+
+def _conv_rows(s: DraftShape, conv: str, role: Role) -> list[tuple[str, Role, tuple[int, ...]]]:
+    if not s.is_dflash2:
+        return []
+    projected = 2 * s.conv_kernel * (s.n_embd // s.conv_group)
+    return [
+        (f"{conv}.base_kernel", Role.CONV_BASE, (2, s.conv_kernel, s.n_embd)),
+        (f"{conv}.kernel_projection.weight", role, (projected, s.n_embd)),
     ]
 
 

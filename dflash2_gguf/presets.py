@@ -1,7 +1,7 @@
 """Quantization recipes: which type every tensor of a drafter gets, and why.
 
 A recipe is a TOML file in ``quant_presets/``. Rules name roles (see ``gguf_schema.Role``), never
-tensors, so one recipe fits every drafter. Norms and conv bases are F32 whatever the recipe says.
+tensors, so one recipe fits every drafter. Some roles have one type whatever the recipe says.
 """
 
 from __future__ import annotations
@@ -123,10 +123,9 @@ def _rule(item: dict[str, Any]) -> Rule:
 
 def choose_type(preset: Preset, spec: TensorSpec, *, n_layer: int, gqa: int) -> Choice:
     """Type of one tensor under a recipe. ``gqa`` is query heads per key-value head."""
-    if spec.role.always_f32:
-        return Choice(
-            type=GGMLType.F32, wanted=GGMLType.F32, reason="norms and conv bases are always F32"
-        )
+    fixed = spec.role.fixed_type
+    if fixed is not None:
+        return Choice(type=fixed, wanted=fixed, reason=f"{spec.role.value} is always {fixed.name}")
     for rule in preset.rules:
         if rule.applies(spec, n_layer=n_layer, gqa=gqa):
             return _fit(rule.type, spec.shape[-1], rule.reason)

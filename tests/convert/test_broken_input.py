@@ -20,7 +20,7 @@ Damage = Callable[[Path], None]
 
 DAMAGED = "the file is damaged or its download stopped: fetch it again"
 HALF = "the download probably stopped half-way: fetch the checkpoint again"
-ONLY = "this version converts DFlash 2 checkpoints (DFlash2DraftModel) only"
+ONLY = "DFlash 2 (DFlash2DraftModel) and DFlash 1 (DFlashDraftModel) are converted"
 PLAIN = "this version converts plain DFlash 2 drafters"
 
 
@@ -291,17 +291,21 @@ def test_tensor_without_elements_is_refused(checkpoint: Path, target: Path) -> N
         ),
         ([], ["layers.0.extra.weight"], "1 tensor is unknown: layers.0.extra.weight"),
         ([], ["layers.2.mlp.up_proj.weight"], "1 tensor is unknown: layers.2.mlp.up_proj.weight"),
-        ([], ["d2t"], "tensor d2t belongs to a drafter with a reduced vocabulary"),
+        (
+            [],
+            ["d2t"],
+            "the checkpoint has d2t, config.json no draft_vocab_size below the vocabulary's",
+        ),
         (
             [],
             ["layers.0.self_attn.sinks"],
-            "tensor layers.0.self_attn.sinks belongs to a drafter with attention sinks",
+            "1 of 38 tensors are missing: layers.1.self_attn.sinks",
         ),
         ([], ["markov_w1.weight"], "tensor markov_w1.weight belongs to a DSpark drafter"),
         (
             [],
             ["fc.weight_scale"],
-            "tensor fc.weight_scale belongs to a quantized checkpoint",
+            "tensor fc.weight is stored as BF16 and has fc.weight_scale beside it",
         ),
         (
             [
@@ -313,7 +317,7 @@ def test_tensor_without_elements_is_refused(checkpoint: Path, target: Path) -> N
                 )
             ],
             [],
-            "the checkpoint has no candidate selector: it is a DFlash 1 drafter",
+            "config.json describes a DFlash 2 drafter, the checkpoint has no candidate selector",
         ),
         (
             [],
@@ -347,7 +351,9 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
     set_entry("norm.weight", dtype="I16")(checkpoint)
     error = attempt(checkpoint, target)
     assert error.message == "tensor norm.weight is stored as I16"
-    assert error.hint == "this version reads BF16, F16, F32; take the unquantized checkpoint"
+    assert error.hint == (
+        "without scales this version reads F32, F16, BF16; take the unquantized checkpoint"
+    )
 
 
 def test_mask_embedding_is_refused(checkpoint: Path, target: Path) -> None:
@@ -370,35 +376,74 @@ def test_mask_embedding_is_refused(checkpoint: Path, target: Path) -> None:
             "config.json: unknown in dflash_config: quux, zork",
             "it may change what the drafter computes",
         ),
-        ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel is a DFlash 1 drafter", ONLY),
+        (
+            {"architectures": ["DFlashDraftModel"]},
+            "config.json describes a DFlash 1 drafter, the checkpoint has a candidate selector",
+            "config.json and weights do not belong together",
+        ),
         ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel is a DSpark drafter", ONLY),
         (
             {"architectures": ["Qwen3ForCausalLM"]},
-            "Qwen3ForCausalLM is not a DFlash 2 drafter",
+            "Qwen3ForCausalLM is not a DFlash drafter",
             ONLY,
         ),
         ({"architectures": ...}, "config.json names no architecture", ONLY),
         (
             {"speculators_model_type": "dflash2"},
-            "this is a checkpoint in speculators format (dflash2)",
-            ONLY,
+            "config.json: transformer_layer_config is None, not an object",
+            None,
         ),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
+            {"speculators_model_type": "eagle3"},
+            "this is a speculator of kind 'eagle3'",
+            "of this format dflash and dflash2 are converted",
+        ),
+        (
+            {"quantization_config": {"format": "pack-quantized"}},
+            "config.json: quantization_config names no quant_method",
+            None,
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            "config.json: quantization_config packs weights of 3 bits",
+            "checkpoints with 4 or 8 bits throughout are read; take the unquantized one",
+        ),
+        (
+            {"dflash__attention_sink_bias": True},
+            "config.json: attention_sink_bias is True, the checkpoint has no sinks",
+            None,
+        ),
+        (
+            {"dflash__has_own_lm_head": True},
+            "config.json: has_own_lm_head, and there is no lm_head.weight",
+            None,
+        ),
+        (
+            {"dflash__draft_vocab_size": 12},
+            ("config.json: draft_vocab_size is 12, and there is no lm_head.weight of that size"),
+            "the target's head has other rows; fetch the whole checkpoint",
+        ),
+        (
+            {"dflash__draft_vocab_size": 25},
+            "config.json: draft_vocab_size 25 of a vocabulary of 24",
+            None,
+        ),
+        (
+            {"target_hidden_size": 64},
+            "config.json: target_hidden_size is 64, hidden_size is 32",
+            "llama.cpp reads features of the drafter's own width only",
+        ),
+        (
+            {"hidden_act": "swigluoai"},
             (
-                "config.json: quantization_config is {'quant_method': 'fp8'}: "
-                "quantized weights cannot be converted yet"
+                "config.json: hidden_act is 'swigluoai', llama.cpp runs silu, gelu, "
+                "gelu_pytorch_tanh"
             ),
             None,
         ),
         (
-            {"dflash__attention_sink_bias": True},
-            "config.json: attention_sink_bias is True: attention sinks cannot be converted yet",
-            None,
-        ),
-        (
-            {"hidden_act": "gelu"},
-            "config.json: hidden_act is 'gelu': another activation cannot be converted yet",
+            {"dflash__use_gemma_norm": True},
+            "config.json: use_gemma_norm is True: a GGUF file has no place for Gemma's norms",
             None,
         ),
         (

@@ -155,14 +155,14 @@ def test_full_disk_leaves_nothing(
 _KILLED = """
 import os, signal, sys
 from dflash2_gguf.convert import pipeline
-transfer = pipeline._transfer
-def kill_at_third(*arguments, count=[0]):
+transfer = pipeline.transfer
+def kill_at_third(*arguments, count=[0], **options):
     count[0] += 1
     if count[0] == 3:
         assert len(os.listdir("out")) == 1, "the temporary file is there"
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    transfer(*arguments)
-pipeline._transfer = kill_at_third
+    transfer(*arguments, **options)
+pipeline.transfer = kill_at_third
 from dflash2_gguf.convert_cli import main
 sys.exit(main(sys.argv[2:]))
 """
