@@ -16,10 +16,10 @@ from dflash2_gguf.gguf_schema import (
     GGMLType,
     Key,
     Name,
-    Role,
     TensorSpec,
     arch_key,
     draft_tensors,
+    tensor_name,
 )
 
 __all__ = ["gguf_facts", "tensor_problems", "type_name"]
@@ -185,14 +185,14 @@ def _problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
 
 
 def tensor_problems(header: GGUFHeader, facts: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with the tensors of a DFlash 2 drafter: a line for each kind of fault.
+    """What is wrong with the tensors of a drafter: a line for each kind of fault.
 
     Kinds: incomplete (no numbers to compare with), missing, unknown, misshapen, mistyped.
     ``facts`` are those of ``gguf_facts`` for this header.
     """
-    if not facts["kind"].startswith("DFlash 2"):
+    if facts["kind"].startswith("DSpark"):
         return {}
-    shape = _draft_shape(facts)
+    shape = _draft_shape(header, facts)
     if shape is None:
         return {"incomplete": "the numbers that fix the tensor shapes are incomplete"}
     specs = {spec.name: spec for spec in draft_tensors(shape)}
@@ -207,8 +207,8 @@ def tensor_problems(header: GGUFHeader, facts: dict[str, Any]) -> dict[str, str]
 
 
 def _is_mistyped(spec: TensorSpec, tensor: TensorEntry) -> bool:
-    """Norms and convolution bases are F32, or llama.cpp's graph ends the process."""
-    return spec.role in (Role.NORM, Role.CONV_BASE) and tensor.type != GGMLType.F32
+    """Norms and the like have one type, or llama.cpp's graph ends the process."""
+    return spec.role.fixed_type not in (None, tensor.type)
 
 
 def _names(names: list[str]) -> str:
@@ -216,7 +216,7 @@ def _names(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-def _draft_shape(facts: dict[str, Any]) -> DraftShape | None:
+def _draft_shape(header: GGUFHeader, facts: dict[str, Any]) -> DraftShape | None:
     names = {
         "n_layer": "layers",
         "n_embd": "hidden_size",
@@ -225,18 +225,27 @@ def _draft_shape(facts: dict[str, Any]) -> DraftShape | None:
         "n_head_kv": "kv_heads",
         "head_dim": "head_dim",
         "n_vocab": "vocabulary",
-        "conv_kernel": "conv_kernel",
-        "conv_group": "conv_group",
-        "selector_rank": "selector_rank",
     }
+    if facts["kind"].startswith("DFlash 2"):
+        names |= {name: name for name in ("conv_kernel", "conv_group", "selector_rank")}
     numbers = {name: facts[fact] for name, fact in names.items()}
     if any(type(n) is not int or not 0 < n < 2**31 for n in numbers.values()):
         return None
     if facts["target_layers"] is None or numbers["n_layer"] > 1000:
         return None
+    rows = header.tensors.get(tensor_name(Name.HF_VOCAB_MAP) or "")
     return DraftShape(
         **numbers,
         n_tap=len(facts["target_layers"]),
+        n_vocab_draft=rows.shape[0] if rows is not None and rows.shape else None,
         own_embeddings=facts["own_embeddings"],
         own_head=facts["own_head"],
+        sinks=_in_a_layer(header, Name.HF_SINKS),
+        shared_kv=not _in_a_layer(header, Name.HF_VALUES),
     )
+
+
+def _in_a_layer(header: GGUFHeader, tail: str) -> bool:
+    """One that only some layers have is missing in the others."""
+    names = (tensor_name(f"layers.{layer}.{tail}") for layer in range(len(header.tensors)))
+    return any(name in header.tensors for name in names)
