@@ -25,6 +25,7 @@ class ConvertRequest:
     target: Path
     presets: tuple[str, ...]
     output: Path
+    imatrix: Path | None = None
     force: bool = False
     dry_run: bool = False
     as_json: bool = False
@@ -46,7 +47,7 @@ def convert(request: ConvertRequest, terminal: Terminal) -> int:
     """Plan, report, and unless it is a dry run write the files; returns the exit code."""
     presets = [load_preset(name) for name in request.presets]
     outputs = list(zip(presets, _destinations(request, presets), strict=True))
-    plan = make_plan(request.source, request.target, outputs)
+    plan = make_plan(request.source, request.target, outputs, request.imatrix)
     _report_plan(plan, request, terminal)
     hashes: dict[str, str] = {}
     if not request.dry_run:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash2_gguf.convert.gguf_values import Value, array, boolean, f32, string, u32
 from dflash2_gguf.convert.hparams import DraftHparams
+from dflash2_gguf.convert.imatrix import ImportanceMatrix
 from dflash2_gguf.convert.rope import RopeScaling
 from dflash2_gguf.convert.target import Target
 from dflash2_gguf.gguf_schema import (
@@ -21,7 +22,14 @@ from dflash2_gguf.gguf_schema import (
 )
 from dflash2_gguf.presets import Preset
 
-__all__ = ["Provenance", "build_metadata", "licence_warning", "read_provenance", "size_label"]
+__all__ = [
+    "Provenance",
+    "build_metadata",
+    "imatrix_metadata",
+    "licence_warning",
+    "read_provenance",
+    "size_label",
+]
 
 _MODEL_TYPE = "model"
 _UNKNOWN_HASH = "0" * 64
@@ -120,6 +128,17 @@ def build_metadata(
         Key.MASK_TOKEN_ID: u32(hparams.mask_token_id),
         **dict(_origin(hparams, target, preset, provenance, files, hashes)),
     }
+
+
+def imatrix_metadata(imatrix: ImportanceMatrix) -> dict[str, Value]:
+    """What ``llama-quantize --imatrix`` adds, of several datasets the first as it does."""
+    values = {Key.QUANTIZE_IMATRIX_FILE: string(str(imatrix.path))}
+    if imatrix.datasets:
+        values[Key.QUANTIZE_IMATRIX_DATASET] = string(imatrix.datasets[0])
+    values[Key.QUANTIZE_IMATRIX_ENTRIES] = u32(len(imatrix.weights))
+    if imatrix.n_chunks > 0:
+        values[Key.QUANTIZE_IMATRIX_CHUNKS] = u32(imatrix.n_chunks)
+    return values
 
 
 def _general(provenance: Provenance, n_params: int) -> Iterator[tuple[str, Value]]:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from dflash2_gguf.convert.gguf_values import Value
 from dflash2_gguf.convert.hparams import DraftHparams, read_hparams
+from dflash2_gguf.convert.imatrix import ImportanceMatrix, read_imatrix
 from dflash2_gguf.convert.metadata import (
     Provenance,
     build_metadata,
+    imatrix_metadata,
     licence_warning,
     read_provenance,
 )
@@ -51,6 +53,11 @@ class OutputPlan:
     choices: dict[str, Choice]
     nbytes: int
 
+    @property
+    def is_quantized(self) -> bool:
+        """Is any of its tensors?"""
+        return any(choice.type.is_quantized for choice in self.choices.values())
+
     def fallbacks(self, tensors: Sequence[PlannedTensor]) -> list[str]:
         """One line per kind of tensor whose shape forbids the recipe's type."""
         seen: dict[tuple[str, str, int], int] = {}
@@ -76,6 +83,7 @@ class Plan:
     tensors: tuple[PlannedTensor, ...]
     outputs: tuple[OutputPlan, ...]
     warnings: tuple[str, ...]
+    imatrix: ImportanceMatrix | None = None
 
     @property
     def n_params(self) -> int:
@@ -86,7 +94,7 @@ class Plan:
         self, output: OutputPlan, hashes: dict[str, str] | None = None
     ) -> dict[str, Value]:
         """Metadata of one output."""
-        return build_metadata(
+        values = build_metadata(
             self.hparams,
             self.target,
             output.preset,
@@ -95,6 +103,9 @@ class Plan:
             files=self.checkpoint.files,
             hashes=hashes,
         )
+        if self.imatrix is not None and output.is_quantized:
+            values |= imatrix_metadata(self.imatrix)
+        return values
 
 
 def _count(tensors: Sequence[PlannedTensor]) -> int:
@@ -105,10 +116,12 @@ def make_plan(
     source: Path,
     target_path: Path,
     outputs: Sequence[tuple[Preset, Path]],
+    imatrix: Path | None = None,
 ) -> Plan:
     """Check source and target, and decide the type of every tensor; writes nothing.
 
-    Raises CheckpointError, PairError, or UsageError when an output is one of the inputs.
+    ``imatrix``: an importance matrix for the quantizers. Raises CheckpointError, PairError, or
+    UsageError when an output is one of the inputs.
     """
     checkpoint = open_checkpoint(source)
     hparams = read_hparams(read_json(source / "config.json"))
@@ -118,25 +131,66 @@ def make_plan(
     check_pair(hparams, target)
     provenance = replace(read_provenance(source, hparams), quantization=matched.quantization)
     warning = licence_warning(provenance)
+    importance = None if imatrix is None else _open_imatrix(imatrix, tensors)
+    planned = tuple(
+        _plan_output(preset, path, hparams, tensors, with_imatrix=imatrix is not None)
+        for preset, path in outputs
+    )
     plan = Plan(
         checkpoint=checkpoint,
         hparams=hparams,
         target=target,
         provenance=provenance,
         tensors=tensors,
-        outputs=tuple(_plan_output(preset, path, hparams, tensors) for preset, path in outputs),
-        warnings=(*hparams.warnings, *matched.warnings, *([warning] if warning else [])),
+        outputs=planned,
+        warnings=(
+            *hparams.warnings,
+            *matched.warnings,
+            *([warning] if warning else []),
+            *([] if importance is None else _unused(importance, tensors, planned)),
+        ),
+        imatrix=importance,
     )
     _refuse_inputs_as_outputs(plan, target_path)
     return plan
 
 
+def _open_imatrix(path: Path, tensors: Sequence[PlannedTensor]) -> ImportanceMatrix:
+    imatrix = read_imatrix(path)
+    matrices = [t for t in tensors if t.spec.role.fixed_type is None]
+    imatrix.require_columns([(t.spec.name, t.n_cols) for t in matrices])
+    return imatrix
+
+
+def _unused(
+    imatrix: ImportanceMatrix, tensors: Sequence[PlannedTensor], outputs: Sequence[OutputPlan]
+) -> list[str]:
+    """Warnings: tensors that are quantized without importance, or none that are quantized."""
+    names = [
+        t.spec.name
+        for t in tensors
+        if any(output.choices[t.spec.name].type.is_quantized for output in outputs)
+    ]
+    if outputs and not names:
+        return [f"no tensor is quantized, {imatrix.path} is not used"]
+    missing = imatrix.missing(names)
+    return [missing] if missing else []
+
+
 def _plan_output(
-    preset: Preset, path: Path, hparams: DraftHparams, tensors: Sequence[PlannedTensor]
+    preset: Preset,
+    path: Path,
+    hparams: DraftHparams,
+    tensors: Sequence[PlannedTensor],
+    *,
+    with_imatrix: bool,
 ) -> OutputPlan:
     gqa = hparams.n_head // hparams.n_head_kv
     choices = {
-        t.spec.name: choose_type(preset, t.spec, n_layer=hparams.n_layer, gqa=gqa) for t in tensors
+        t.spec.name: choose_type(
+            preset, t.spec, n_layer=hparams.n_layer, gqa=gqa, with_imatrix=with_imatrix
+        )
+        for t in tensors
     }
     nbytes = sum(t.n_rows * choices[t.spec.name].type.row_bytes(t.n_cols) for t in tensors)
     return OutputPlan(path=path, preset=preset, choices=choices, nbytes=nbytes)
@@ -144,6 +198,7 @@ def _plan_output(
 
 def _refuse_inputs_as_outputs(plan: Plan, target_path: Path) -> None:
     inputs = [target_path, *(plan.checkpoint.directory / name for name in plan.checkpoint.files)]
+    inputs += [plan.imatrix.path] if plan.imatrix else []
     for output in plan.outputs:
         if output.path.exists() and any(output.path.samefile(path) for path in inputs):
             raise UsageError(f"{output.path} is an input of this conversion")
@@ -204,7 +259,14 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
                 (output.choices[name].type, partial(writer.write_rows, name))
                 for output, writer in writers
             ]
-            transfer(tensor, plan.checkpoint, counted, outputs, n_vocab=plan.hparams.n_vocab)
+            transfer(
+                tensor,
+                plan.checkpoint,
+                counted,
+                outputs,
+                n_vocab=plan.hparams.n_vocab,
+                importance=plan.imatrix.weights.get(name) if plan.imatrix else None,
+            )
 
         hashes = read_source(
             plan.checkpoint,

@@ -41,8 +41,9 @@ def transfer(
     outputs: Sequence[Output],
     *,
     n_vocab: int,
+    importance: Floats | None = None,
 ) -> None:
-    """Write all rows of ``tensor`` to every output.
+    """Write all rows of ``tensor`` to every output; ``importance`` of its columns, if known.
 
     Raises CheckpointError for values that no drafter has: NaN, infinite, all zero, or a map of
     tokens that is none.
@@ -63,7 +64,7 @@ def transfer(
             data = (
                 np.frombuffer(raw, dtype=np.uint8)
                 if raw is not None and as_stored
-                else encode_rows(values, kind, name)
+                else encode_rows(values, kind, name, importance)
             )
             write(row, data)
         row += len(values)

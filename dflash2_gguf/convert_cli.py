@@ -144,6 +144,10 @@ def _convert(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="OUT", help="A .gguf file, or a folder.")
     ] = Path(),
+    imatrix: Annotated[
+        Path | None,
+        typer.Option("--imatrix", metavar="FILE", help="Importance matrix for the quantizers."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything but the weights, write nothing.")
@@ -160,6 +164,7 @@ def _convert(
         target=target,
         presets=tuple(preset),
         output=output,
+        imatrix=imatrix,
         force=force,
         dry_run=dry_run,
         as_json=as_json,

@@ -37,17 +37,23 @@ _FALLBACK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Tensors of these roles in these layers get ``type``, in models of at least ``min_gqa``."""
+    """Tensors of these roles in these layers get ``type``, in models of at least ``min_gqa``.
+
+    ``imatrix``: only with (True) or only without (False) an importance matrix; None is always.
+    """
 
     roles: frozenset[Role]
     type: GGMLType
     reason: str
     layers: str = "all"
     min_gqa: int = 1
+    imatrix: bool | None = None
 
-    def applies(self, spec: TensorSpec, *, n_layer: int, gqa: int) -> bool:
+    def applies(self, spec: TensorSpec, *, n_layer: int, gqa: int, with_imatrix: bool) -> bool:
         """Does this rule choose the type of ``spec``?"""
         if spec.role not in self.roles or gqa < self.min_gqa:
+            return False
+        if self.imatrix is not None and self.imatrix is not with_imatrix:
             return False
         return spec.layer is None or _in_layers(self.layers, spec.layer, n_layer)
 
@@ -118,16 +124,19 @@ def _rule(item: dict[str, Any]) -> Rule:
         reason=item["reason"],
         layers=layers,
         min_gqa=item.get("min_gqa", 1),
+        imatrix=item.get("imatrix"),
     )
 
 
-def choose_type(preset: Preset, spec: TensorSpec, *, n_layer: int, gqa: int) -> Choice:
+def choose_type(
+    preset: Preset, spec: TensorSpec, *, n_layer: int, gqa: int, with_imatrix: bool = False
+) -> Choice:
     """Type of one tensor under a recipe. ``gqa`` is query heads per key-value head."""
     fixed = spec.role.fixed_type
     if fixed is not None:
         return Choice(type=fixed, wanted=fixed, reason=f"{spec.role.value} is always {fixed.name}")
     for rule in preset.rules:
-        if rule.applies(spec, n_layer=n_layer, gqa=gqa):
+        if rule.applies(spec, n_layer=n_layer, gqa=gqa, with_imatrix=with_imatrix):
             return _fit(rule.type, spec.shape[-1], rule.reason)
     return _fit(preset.type, spec.shape[-1], preset.reason)
 

@@ -13,6 +13,7 @@ from dflash2_gguf.convert.imatrix import ImportanceMatrix, read_imatrix
 from dflash2_gguf.convert.quantize import Floats, encode_rows
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import GGMLType
+from tests.convert.conftest import Program
 
 QUANTIZED = [kind for kind in GGMLType if kind.is_quantized]
 MAKE = "make it with `dflash2-convert calibrate` for this drafter"
@@ -156,3 +157,64 @@ def test_columns_that_nothing_met_do_no_harm(kind: GGMLType) -> None:
     raw = encode_rows(values, kind, "t", importance).reshape(len(values), -1)
     back = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.name])
     assert np.isfinite(back).all()
+
+
+@pytest.mark.native
+def test_a_conversion_says_which_tensors_go_without(
+    checkpoint: Path, target: Path, program: Program, tmp_path: Path
+) -> None:
+    sums = np.arange(1, 65, dtype=np.float32)
+    write_imatrix(tmp_path / "m.gguf", ("fc.weight", sums, 3.0))
+    words = ["tiny", "--target", "target.gguf", "--preset", "q4_0", "--imatrix", "m.gguf"]
+    done = program(*words, "-o", "x.gguf")
+    assert (done.code, done.out) == (0, "x.gguf\n")
+    assert done.err == (
+        "warning: 21 of 22 quantized tensors are not in m.gguf and go without: "
+        "selector_hidden.weight, selector_predecessor.weight, selector_successor.weight "
+        "and 18 more\n"
+    )
+    program(*words[:-2], "-o", "plain.gguf")
+    fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+    assert [name for name in fields if "imatrix" in name] == [
+        "quantize.imatrix.file",
+        "quantize.imatrix.dataset",
+        "quantize.imatrix.entries_count",
+        "quantize.imatrix.chunks_count",
+    ]
+    with_it, plain = (
+        {t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / name).tensors}
+        for name in ("x.gguf", "plain.gguf")
+    )
+    assert [name for name in plain if plain[name] != with_it[name]] == ["fc.weight"]
+
+
+def test_an_importance_matrix_that_no_tensor_needs_is_not_used(
+    checkpoint: Path, target: Path, program: Program, tmp_path: Path
+) -> None:
+    write_imatrix(tmp_path / "m.gguf", ("fc.weight", np.ones(64, dtype=np.float32), 3.0))
+    words = ["tiny", "--target", "target.gguf", "--preset", "bf16", "--imatrix", "m.gguf"]
+    done = program(*words, "-o", "x.gguf")
+    assert (done.code, done.err) == (0, "warning: no tensor is quantized, m.gguf is not used\n")
+    assert not any("imatrix" in name for name in gguf.GGUFReader(tmp_path / "x.gguf").fields)
+
+
+def test_a_wrong_importance_matrix_ends_a_conversion(
+    checkpoint: Path, target: Path, program: Program, tmp_path: Path
+) -> None:
+    write_imatrix(tmp_path / "m.gguf", FC)
+    words = ["tiny", "--target", "target.gguf", "--preset", "q4_0", "--imatrix", "m.gguf"]
+    done = program(*words, "-o", "x.gguf")
+    assert done.err == f"error: m.gguf has 4 columns for fc.weight, the drafter 64\nhint: {MAKE}\n"
+    assert (done.code, (tmp_path / "x.gguf").exists()) == (1, False)
+    done = program(*words, "-o", "m.gguf", "--force")
+    assert done.code != 0
+    assert read_imatrix(tmp_path / "m.gguf").n_chunks == 5
+
+
+def test_an_importance_matrix_is_never_the_output(
+    checkpoint: Path, target: Path, program: Program, tmp_path: Path
+) -> None:
+    write_imatrix(tmp_path / "m.gguf", ("fc.weight", np.ones(64, dtype=np.float32), 3.0))
+    words = ["tiny", "--target", "target.gguf", "--preset", "q4_0", "--imatrix", "m.gguf"]
+    done = program(*words, "-o", "m.gguf", "--force")
+    assert done.err.splitlines()[0] == "error: m.gguf is an input of this conversion"

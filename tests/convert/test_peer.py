@@ -21,6 +21,7 @@ from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.presets import load_preset, preset_names
 from tests.convert import checkpoints
 from tests.convert.hf_targets import write_hf_target
+from tests.convert.test_imatrix import write_imatrix
 
 QUANTIZED = [name for name in preset_names() if name not in ("f32", "f16", "bf16")]
 
@@ -29,9 +30,12 @@ ONLY_UPSTREAM = {"general.finetune", "general.basename"}
 OUR_PREFIX = "dflash2."
 
 
-def ours(source: Path, target: Path, presets: list[str], folder: Path) -> dict[str, Path]:
+def ours(
+    source: Path, target: Path, presets: list[str], folder: Path, imatrix: Path | None = None
+) -> dict[str, Path]:
     paths = {preset: folder / f"ours-{preset}.gguf" for preset in presets}
-    plan = make_plan(source, target, [(load_preset(p), path) for p, path in paths.items()])
+    outputs = [(load_preset(p), path) for p, path in paths.items()]
+    plan = make_plan(source, target, outputs, imatrix)
     run(plan, force=False, progress=lambda _count: None)
     return paths
 
@@ -196,8 +200,20 @@ def wide_checkpoint(folder: Path) -> Path:
     return checkpoints.write_checkpoint(folder, data=data)
 
 
+def random_imatrix(drafter: Path, path: Path) -> Path:
+    """Weights for every matrix of a drafter but one, over several orders of magnitude."""
+    rng = np.random.default_rng(11)
+    matrices = [t for t in read_gguf(drafter).tensors.values() if len(t.shape) == 2]
+    entries = []
+    for tensor in matrices[1:]:
+        sums = rng.lognormal(mean=3.0, sigma=2.0, size=tensor.shape[-1]).astype(np.float32)
+        entries.append((tensor.name, sums, float(rng.integers(1, 10000))))
+    return write_imatrix(path, *entries)
+
+
 @pytest.mark.peer
 @pytest.mark.native
+@pytest.mark.parametrize("with_imatrix", [False, True], ids=["plain", "imatrix"])
 @pytest.mark.parametrize(
     ("drafter", "presets"),
     [("bundled", ["q2_k", "q4_k_m", "q8_0"]), ("wide", QUANTIZED), ("narrow", QUANTIZED)],
@@ -209,6 +225,7 @@ def test_quantized_tensors_equal_those_of_llama_quantize(
     tmp_path: Path,
     drafter: str,
     presets: list[str],
+    with_imatrix: bool,
 ) -> None:
     source, target = drafter_dir, target_gguf
     if drafter == "narrow":  # rows of 32 and 64, for the replacements of types with larger blocks
@@ -217,11 +234,17 @@ def test_quantized_tensors_equal_those_of_llama_quantize(
     if drafter == "wide":
         source = wide_checkpoint(tmp_path / "wide")
         target = checkpoints.write_target(tmp_path / "target.gguf", n_embd=256)
-    paths = ours(source, target, ["f32", *presets], tmp_path)
+    f32 = ours(source, target, ["f32"], tmp_path)["f32"]
+    imatrix = random_imatrix(f32, tmp_path / "imatrix.gguf") if with_imatrix else None
+    paths = ours(source, target, presets, tmp_path, imatrix)
     for preset in presets:
         theirs = tmp_path / f"theirs-{preset}.gguf"
-        command = [peer_bin("llama-quantize"), paths["f32"], theirs, preset.upper(), "2"]
+        options = ["--imatrix", imatrix] if imatrix else []
+        command = [peer_bin("llama-quantize"), *options, f32, theirs, preset.upper(), "2"]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert differing(paths[preset], theirs) == [], preset
-        assert metadata(paths[preset])["general.file_type"] == metadata(theirs)["general.file_type"]
+        mine, other = metadata(paths[preset]), metadata(theirs)
+        keys = [key for key in other if key == "general.file_type" or "imatrix" in key]
+        assert len(keys) == (5 if with_imatrix else 1)
+        assert {key: mine[key] for key in keys} == {key: other[key] for key in keys}
