@@ -21,9 +21,8 @@ __all__ = [
     "usual_layers",
 ]
 
-# the patched llama.cpp publishes the output of every layer but the last
-PUBLISHES_INNER: Final = frozenset(
-    """afmoe arcee arctic baichuan bailingmoe bailingmoe2 bailingmoe3 bloom chatglm codeshell cogvlm
+_INNER = """
+    afmoe arcee arctic baichuan bailingmoe bailingmoe2 bailingmoe3 bloom chatglm codeshell cogvlm
     cohere2 cohere2moe command-r dbrx deci deepseek deepseek2 deepseek32 deepseek4 dots1 dots3note
     dream ernie4_5 ernie4_5-moe exaone exaone-moe exaone4 falcon falcon-h1 gemma gemma2 gemma3
     glm-dsa glm4 glm4moe glm5-next gpt-oss gpt2 gptneox granite granite_swa granitehybrid granitemoe
@@ -33,14 +32,17 @@ PUBLISHES_INNER: Final = frozenset(
     muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe olmo olmo2 olmoe openelm orion
     paddleocr pangu-embedded phi2 phi3 phimoe plamo plamo3 pockettts qwen qwen2 qwen2moe qwen2vl
     qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3tts qwen3vl qwen3vlmoe refact rnd1 seed_oss
-    smallthinker smollm3 spark2_5 stablelm starcoder starcoder2 talkie xverse""".split()
-)
+    smallthinker smollm3 spark2_5 stablelm starcoder starcoder2 talkie xverse
+"""
+_LAST = """
+    bailingmoe3 cogvlm cohere2moe deepseek4 glm5-next gpt-oss hrm_text hy_v3 kimi-k3 mimo2
+    nemotron_h nemotron_h_moe qwen35 qwen35moe qwen3next
+"""
+_RECURRENT = "falcon-h1 granitehybrid jamba kimi-linear mamba mamba2 minimax-01 qwen3next"
 
-# and of the last layer
-PUBLISHES_LAST: Final = frozenset(
-    """bailingmoe3 cogvlm cohere2moe deepseek4 glm5-next gpt-oss hrm_text hy_v3 kimi-k3 mimo2
-    nemotron_h nemotron_h_moe qwen35 qwen35moe qwen3next""".split()
-)
+# the patched llama.cpp publishes the output of every layer but the last, or of the last one too
+PUBLISHES_INNER: Final = frozenset(_INNER.split())
+PUBLISHES_LAST: Final = frozenset(_LAST.split())
 
 _NOTHING = "does not publish the output of its layers"
 _STREAMS = "keeps several residual streams and how they form one feature is not known"
@@ -58,9 +60,7 @@ UNUSABLE: Final = {
 }
 
 # recurrent ones that keep no snapshots to go back to after a rejected draft (llama-arch.cpp)
-NO_ROLLBACK: Final = frozenset(
-    "falcon-h1 granitehybrid jamba kimi-linear mamba mamba2 minimax-01 qwen3next".split()
-)
+NO_ROLLBACK: Final = frozenset(_RECURRENT.split())
 
 # model classes of Hugging Face folders -> the architecture upstream's converter makes of them
 HF_ARCHITECTURES: Final = {

@@ -15,7 +15,7 @@ from dflash2_gguf.errors import CheckpointError, PairError
 from dflash2_gguf.gguf_header import Header, StringArray, read_header
 from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, arch_key, tensor_name
 
-__all__ = ["check_complete", "check_drafter", "check_headers", "check_target"]
+__all__ = ["check_complete", "check_drafter", "check_headers", "check_target", "split_parts"]
 
 _CONVERT_HINT = "convert the drafter's checkpoint with `dflash2-convert`"
 _OTHER_HINT = "convert the drafter that was trained for this target"
@@ -179,20 +179,29 @@ def _require_equal_vocabulary(target: Header, draft: Header) -> None:
         )
 
 
-def _require_splits(header: Header) -> None:
+def split_parts(header: Header) -> tuple[Path, ...]:
+    """All files of a model, its first one's ``header`` given; just that one where it is not split.
+
+    Raises CheckpointError for a later part, or when a part is missing.
+    """
     count = header.get(Key.SPLIT_COUNT, int) or 1
     if count == 1:
-        return
+        return (header.path,)
     match = _SPLIT_NAME.search(header.path.name)
     if match is None or int(match[1]) != 1:
         raise CheckpointError(
             f"{header.path} is not the first of {count} files",
             f"name the file that ends in -00001-of-{count:05d}.gguf",
         )
-    for number in range(2, count + 1):
-        part = _split_path(header.path, number, count)
+    parts = tuple(_split_path(header.path, number, count) for number in range(1, count + 1))
+    for part in parts:
         if not part.is_file():
             raise CheckpointError(f"{part} does not exist: the target has {count} files")
+    return parts
+
+
+def _require_splits(header: Header) -> None:
+    for part in split_parts(header)[1:]:
         read_header(part)
 
 
