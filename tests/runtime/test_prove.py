@@ -12,9 +12,7 @@ import pytest
 
 from dflash2_gguf import prove as module
 from dflash2_gguf.cli import main
-from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.launch import Launch
-from dflash2_gguf.prompts import read_prompts
 from dflash2_gguf.prove import ProofSettings, prove
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Generation
@@ -139,29 +137,6 @@ def test_the_real_pair_is_proven(
     assert proof["n_tokens"] == 64
     assert proof["n_different"] == 0
     assert proof["acceptance_length"] >= 1
-
-
-def test_prompts_are_lines_or_json_lines(tmp_path: Path) -> None:
-    text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
-    text.write_text("one\n\ntwo\n")
-    lines.write_text('{"text": "one"}\n{"tokens": [1, 2]}\n')
-    assert read_prompts(text) == ("one", "two")
-    assert read_prompts(lines) == ("one", (1, 2))
-
-
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"tokens": ["a"]}', '{"tokens": 3}'])
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(f'{{"text": "one"}}\n{line}\n')
-    with pytest.raises(CheckpointError, match=r"line 2 of .*p\.jsonl is no prompt"):
-        read_prompts(path)
-
-
-def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "p.txt"
-    path.write_text("\n")
-    with pytest.raises(CheckpointError, match="there are no prompts"):
-        read_prompts(path)
 
 
 @pytest.mark.parametrize(
