@@ -7,7 +7,7 @@ they are read back, computed here in float64 from the integers and scales that w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +222,11 @@ FORMS: dict[str, tuple[Form, dict[str, Any]]] = {
 }
 
 
-def write_quantized(
-    folder: Path, name: str, *, values: Mapping[str, Array] | None = None
-) -> dict[str, Array]:
+def write_quantized(folder: Path, name: str, **sizes: int) -> dict[str, Array]:
     """A checkpoint with its linear layers in form ``name``; returns all weights in float64."""
     form, config = FORMS[name]
-    data = checkpoints.config(quantization_config=config)
-    values = checkpoints.tensors(data) if values is None else values
+    data = checkpoints.config(quantization_config=config, **sizes)
+    values = checkpoints.tensors(data)
     stored: Stored = {}
     weights: dict[str, Array] = {}
     for tensor, array in values.items():

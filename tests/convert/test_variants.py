@@ -27,6 +27,7 @@ Floats = checkpoints.Floats
 Values = dict[str, Floats]
 # changes of config.json, and of the tensors
 Variant = tuple[dict[str, Any], Callable[[Values], Mapping[str, Any]]]
+KNOWN_VOCAB = 49152
 _SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -50,13 +51,16 @@ def without_values(values: Values) -> Values:
     return {name: value for name, value in values.items() if "v_proj" not in name}
 
 
+def n_vocab(values: Values) -> int:
+    return len(values.get("candidate_selector.successor_codebook", rows(checkpoints.N_VOCAB)))
+
+
 def with_tables(values: Values) -> Values:
-    tables = {"embed_tokens.weight": rows(24, 32), "lm_head.weight": rows(24, 32, seed=8)}
-    return values | tables
+    return tied(values) | {"lm_head.weight": rows(n_vocab(values), 32, seed=8)}
 
 
 def tied(values: Values) -> Values:
-    return values | {"embed_tokens.weight": rows(24, 32)}
+    return values | {"embed_tokens.weight": rows(n_vocab(values), 32)}
 
 
 VARIANTS: dict[str, Variant] = {
@@ -87,11 +91,11 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def write(folder: Path, variant: Variant, **options: Any) -> tuple[Path, Values]:
+def write(folder: Path, variant: Variant, **sizes: int) -> tuple[Path, Values]:
     changes, change = variant
-    data = checkpoints.config(**changes)
-    values = dict(change(checkpoints.tensors(checkpoints.config())))
-    return checkpoints.write_checkpoint(folder, data=data, values=values, **options), values
+    data = checkpoints.config(**changes, **sizes)
+    values = dict(change(checkpoints.tensors(checkpoints.config(**sizes))))
+    return checkpoints.write_checkpoint(folder, data=data, values=values), values
 
 
 def convert(source: Path, target: Path, path: Path, preset: str = "f32") -> tuple[str, ...]:
@@ -124,9 +128,11 @@ def hf_target(tmp_path_factory: pytest.TempPathFactory, target_gguf: Path) -> Pa
 @pytest.mark.reference
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_equals_upstreams(
-    name: str, tmp_path: Path, target: Path, peer_dir: Path, hf_target: Path
+    name: str, tmp_path: Path, peer_dir: Path, hf_target: Path
 ) -> None:
-    source, _ = write(tmp_path / "c", VARIANTS[name])
+    # upstream's converter wants the vocabulary of a target it knows
+    source, _ = write(tmp_path / "c", VARIANTS[name], vocab_size=KNOWN_VOCAB)
+    target = checkpoints.write_target(tmp_path / "target.gguf", n_vocab=KNOWN_VOCAB)
     theirs = upstream_convert(peer_dir, source, hf_target, "f32", tmp_path / "theirs.gguf")
     convert(source, target, tmp_path / "ours.gguf")
     assert differing(tmp_path / "ours.gguf", theirs) == []
@@ -150,9 +156,10 @@ def test_a_variant_equals_upstreams(
     ],
 )
 def test_a_quantized_checkpoint_equals_upstreams(
-    form: str, tmp_path: Path, target: Path, peer_dir: Path, hf_target: Path
+    form: str, tmp_path: Path, peer_dir: Path, hf_target: Path
 ) -> None:
-    write_quantized(tmp_path / "c", form)
+    write_quantized(tmp_path / "c", form, vocab_size=KNOWN_VOCAB)
+    target = checkpoints.write_target(tmp_path / "target.gguf", n_vocab=KNOWN_VOCAB)
     theirs = upstream_convert(peer_dir, tmp_path / "c", hf_target, "f32", tmp_path / "theirs.gguf")
     convert(tmp_path / "c", target, tmp_path / "ours.gguf")
     assert differing(tmp_path / "ours.gguf", theirs) == []
