@@ -22,7 +22,7 @@ class ConvertRequest:
     """The arguments of ``convert``."""
 
     source: Path
-    target: Path
+    target: Path | None
     presets: tuple[str, ...]
     output: Path
     imatrix: Path | None = None
@@ -54,7 +54,7 @@ def convert(request: ConvertRequest, terminal: Terminal) -> int:
         if len(presets) > 1:
             _make_folder(request.output)
         check_outputs(plan, force=request.force)
-        label = f"converting {plan.provenance.name}"
+        label = f"converting {plan.origin.name}"
         with terminal.progress(label, plan.checkpoint.nbytes) as advance:
             hashes = run(plan, force=request.force, progress=advance)
     elif outputs[0][1].parent.is_dir():
@@ -74,7 +74,7 @@ def _destinations(request: ConvertRequest, presets: Sequence[Preset]) -> list[Pa
     """A file as given, or one per preset in the given folder, named after both."""
     if len(presets) == 1 and not request.output.is_dir():
         return [request.output]
-    stem = request.source.resolve().name
+    stem = request.source.resolve().name.removesuffix(".gguf")
     return [request.output / f"{stem}-{preset.name.upper()}.gguf" for preset in presets]
 
 
@@ -112,7 +112,7 @@ def _result(plan: Plan, request: ConvertRequest, hashes: dict[str, str]) -> dict
     return {
         "source": str(plan.checkpoint.directory),
         "source_sha256": hashes,
-        "target": plan.target.name,
+        "target": plan.origin.target,
         "parameters": plan.n_params,
         "dry_run": request.dry_run,
         "outputs": [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -66,16 +67,8 @@ def row_bytes(weight: StoredWeight, n_cols: int) -> int:
     """Bytes of a row in the main tensor; whole ones are needed to decode."""
     if weight.by_columns:
         return 1
-    elements = weight.main.shape[-1] if weight.main.shape else n_cols
-    count = max(1, elements)
-    return weight.main.nbytes * count // max(1, _n_elements(weight.main))
-
-
-def _n_elements(tensor: SourceTensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count
+    shape = weight.main.shape
+    return max(1, weight.main.nbytes * (shape[-1] if shape else n_cols) // max(1, prod(shape)))
 
 
 def decode(
@@ -113,6 +106,8 @@ def _reader(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read
         return _packed(weight, parts, shape)
     if weight.form == "fp4":
         return _fp4(weight, parts, shape)
+    if weight.form == "ggml":
+        return _ggml(weight, shape[-1])
     dtype, n_cols = weight.main.dtype, shape[-1]
     return lambda piece, _row: to_float32(piece, dtype).reshape(-1, n_cols)
 
@@ -233,6 +228,18 @@ def _fp4(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read:
         raw = np.frombuffer(piece, dtype=np.uint8)
         codes = np.stack([raw & 0xF, raw >> 4], axis=1).reshape(-1, n_cols)
         return (table[codes] * spread(row, len(codes))).astype(np.float32)
+
+    return read
+
+
+def _ggml(weight: StoredWeight, n_cols: int) -> _Read:
+    import gguf  # a second to import, and only for quantized GGUF sources
+
+    kind, n_bytes = gguf.GGMLQuantizationType[weight.main.dtype], row_bytes(weight, n_cols)
+
+    def read(piece: memoryview, _row: int) -> Floats:
+        raw = np.frombuffer(piece, dtype=np.uint8).reshape(-1, n_bytes)
+        return np.asarray(gguf.dequantize(raw, kind), dtype=np.float32)
 
     return read
 

@@ -22,7 +22,7 @@ from dflash2_gguf.gguf_schema import (
     tensor_name,
 )
 
-__all__ = ["gguf_facts", "tensor_problems", "type_name"]
+__all__ = ["draft_shape", "gguf_facts", "tensor_problems", "type_name"]
 
 _SHOWN = 5
 
@@ -192,7 +192,7 @@ def tensor_problems(header: GGUFHeader, facts: dict[str, Any]) -> dict[str, str]
     """
     if facts["kind"].startswith("DSpark"):
         return {}
-    shape = _draft_shape(header, facts)
+    shape = draft_shape(header, facts)
     if shape is None:
         return {"incomplete": "the numbers that fix the tensor shapes are incomplete"}
     specs = {spec.name: spec for spec in draft_tensors(shape)}
@@ -216,7 +216,8 @@ def _names(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-def _draft_shape(header: GGUFHeader, facts: dict[str, Any]) -> DraftShape | None:
+def draft_shape(header: GGUFHeader, facts: dict[str, Any]) -> DraftShape | None:
+    """The shape that metadata and tensors tell together, None where metadata is incomplete."""
     names = {
         "n_layer": "layers",
         "n_embd": "hidden_size",

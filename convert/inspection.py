@@ -10,7 +10,7 @@ from typing import Any
 from dflash2_gguf.convert.gguf_facts import gguf_facts, type_name
 from dflash2_gguf.convert.gguf_reader import read_gguf
 from dflash2_gguf.convert.hparams import DraftHparams, read_hparams
-from dflash2_gguf.convert.metadata import licence_warning, read_provenance
+from dflash2_gguf.convert.metadata import licence_warning, provenance_of, read_provenance
 from dflash2_gguf.convert.source import Checkpoint, open_checkpoint, read_json
 from dflash2_gguf.convert.tensors import plan_tensors
 from dflash2_gguf.errors import CheckpointError
@@ -43,6 +43,8 @@ def inspect(path: Path) -> Inspection:
         )
     header = read_gguf(path)
     facts, problems = gguf_facts(header)
+    warning = licence_warning(provenance_of(facts))
+    problems += [warning] if warning else []
     tensors = {t.name: f"{type_name(t.type)} {list(t.shape)}" for t in header.tensors.values()}
     return Inspection(facts=facts, tensors=tensors, problems=tuple(problems))
 

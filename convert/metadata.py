@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash2_gguf.convert.gguf_values import Value, array, boolean, f32, string, u32
 from dflash2_gguf.convert.hparams import DraftHparams
@@ -27,6 +28,7 @@ __all__ = [
     "build_metadata",
     "imatrix_metadata",
     "licence_warning",
+    "provenance_of",
     "read_provenance",
     "size_label",
 ]
@@ -82,6 +84,18 @@ def _front_matter(path: Path) -> dict[str, str]:
         if colon and value.strip() and not line.startswith((" ", "-", "#")):
             result[key.strip()] = value.strip().strip("'\"")
     return {}
+
+
+def provenance_of(facts: Mapping[str, Any]) -> Provenance:
+    """Origin and licence of a drafter's file, from its facts (``gguf_facts``)."""
+    return Provenance(
+        name=str(facts["name"]),
+        repo=facts["source_repo"],
+        revision=facts["source_revision"],
+        licence=facts["license"],
+        licence_name=facts["license_name"],
+        licence_link=facts["license_link"],
+    )
 
 
 def licence_warning(provenance: Provenance) -> str | None:

@@ -10,14 +10,21 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from dflash2_gguf.convert.gguf_facts import gguf_facts
+from dflash2_gguf.convert.gguf_source import (
+    open_gguf_source,
+    plan_gguf_tensors,
+    requantized_metadata,
+    requantizing_warning,
+)
 from dflash2_gguf.convert.gguf_values import Value
-from dflash2_gguf.convert.hparams import DraftHparams, read_hparams
+from dflash2_gguf.convert.hparams import read_hparams
 from dflash2_gguf.convert.imatrix import ImportanceMatrix, read_imatrix
 from dflash2_gguf.convert.metadata import (
-    Provenance,
     build_metadata,
     imatrix_metadata,
     licence_warning,
+    provenance_of,
     read_provenance,
 )
 from dflash2_gguf.convert.source import (
@@ -27,7 +34,7 @@ from dflash2_gguf.convert.source import (
     read_json,
     read_source,
 )
-from dflash2_gguf.convert.target import Target, check_pair, open_target
+from dflash2_gguf.convert.target import check_pair, open_target
 from dflash2_gguf.convert.tensors import PlannedTensor, plan_tensors
 from dflash2_gguf.convert.transfer import piece_bytes, transfer
 from dflash2_gguf.convert.writer import (
@@ -73,13 +80,23 @@ class OutputPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a drafter is, wherever its tensors come from. ``describe`` gives a file's metadata."""
+
+    name: str
+    target: str
+    n_layer: int
+    n_vocab: int
+    gqa: int
+    describe: Callable[[Preset, dict[str, str] | None], dict[str, Value]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that is known before the first weight is read."""
 
     checkpoint: Checkpoint
-    hparams: DraftHparams
-    target: Target
-    provenance: Provenance
+    origin: Origin
     tensors: tuple[PlannedTensor, ...]
     outputs: tuple[OutputPlan, ...]
     warnings: tuple[str, ...]
@@ -94,15 +111,7 @@ class Plan:
         self, output: OutputPlan, hashes: dict[str, str] | None = None
     ) -> dict[str, Value]:
         """Metadata of one output."""
-        values = build_metadata(
-            self.hparams,
-            self.target,
-            output.preset,
-            self.provenance,
-            n_params=self.n_params,
-            files=self.checkpoint.files,
-            hashes=hashes,
-        )
+        values = self.origin.describe(output.preset, hashes)
         if self.imatrix is not None and output.is_quantized:
             values |= imatrix_metadata(self.imatrix)
         return values
@@ -112,47 +121,99 @@ def _count(tensors: Sequence[PlannedTensor]) -> int:
     return sum(prod(t.spec.shape) for t in tensors if t.spec.role is not Role.VOCAB_MAP)
 
 
+# what a source comes to: how it is stored, what it is, its tensors, and warnings
+_Source = tuple[Checkpoint, Origin, tuple[PlannedTensor, ...], tuple[str, ...]]
+
+
 def make_plan(
     source: Path,
-    target_path: Path,
+    target_path: Path | None,
     outputs: Sequence[tuple[Preset, Path]],
     imatrix: Path | None = None,
 ) -> Plan:
     """Check source and target, and decide the type of every tensor; writes nothing.
 
+    ``source``: a checkpoint's folder, with its target, or a drafter's GGUF file, without.
     ``imatrix``: an importance matrix for the quantizers. Raises CheckpointError, PairError, or
-    UsageError when an output is one of the inputs.
+    UsageError when an output is one of the inputs, or a target is missing or too much.
     """
-    checkpoint = open_checkpoint(source)
-    hparams = read_hparams(read_json(source / "config.json"))
-    matched = plan_tensors(hparams, checkpoint)
-    tensors = matched.tensors
-    target = open_target(target_path)
-    check_pair(hparams, target)
-    provenance = replace(read_provenance(source, hparams), quantization=matched.quantization)
-    warning = licence_warning(provenance)
+    if source.suffix == ".gguf" or source.is_file():
+        checkpoint, origin, tensors, warnings = _from_gguf(source, target_path)
+    else:
+        checkpoint, origin, tensors, warnings = _from_checkpoint(source, target_path)
     importance = None if imatrix is None else _open_imatrix(imatrix, tensors)
     planned = tuple(
-        _plan_output(preset, path, hparams, tensors, with_imatrix=imatrix is not None)
+        _plan_output(preset, path, origin, tensors, with_imatrix=imatrix is not None)
         for preset, path in outputs
     )
+    unused = () if importance is None else _unused(importance, tensors, planned)
     plan = Plan(
         checkpoint=checkpoint,
-        hparams=hparams,
-        target=target,
-        provenance=provenance,
+        origin=origin,
         tensors=tensors,
         outputs=planned,
-        warnings=(
-            *hparams.warnings,
-            *matched.warnings,
-            *([warning] if warning else []),
-            *([] if importance is None else _unused(importance, tensors, planned)),
-        ),
+        warnings=(*warnings, *unused),
         imatrix=importance,
     )
     _refuse_inputs_as_outputs(plan, target_path)
     return plan
+
+
+def _from_checkpoint(source: Path, target_path: Path | None) -> _Source:
+    checkpoint = open_checkpoint(source)
+    hparams = read_hparams(read_json(source / "config.json"))
+    matched = plan_tensors(hparams, checkpoint)
+    if target_path is None:
+        raise UsageError(
+            "a checkpoint is converted for its target", "name the target's file with --target"
+        )
+    target = open_target(target_path)
+    check_pair(hparams, target)
+    provenance = replace(read_provenance(source, hparams), quantization=matched.quantization)
+    licence = licence_warning(provenance)
+
+    def describe(preset: Preset, hashes: dict[str, str] | None) -> dict[str, Value]:
+        return build_metadata(
+            hparams,
+            target,
+            preset,
+            provenance,
+            n_params=_count(matched.tensors),
+            files=checkpoint.files,
+            hashes=hashes,
+        )
+
+    origin = Origin(
+        name=provenance.name,
+        target=target.name,
+        n_layer=hparams.n_layer,
+        n_vocab=hparams.n_vocab,
+        gqa=hparams.n_head // hparams.n_head_kv,
+        describe=describe,
+    )
+    warnings = (*hparams.warnings, *matched.warnings, *([licence] if licence else []))
+    return checkpoint, origin, matched.tensors, warnings
+
+
+def _from_gguf(source: Path, target_path: Path | None) -> _Source:
+    if target_path is not None:
+        raise UsageError(
+            f"{source.name} has its tokenizer already", "leave --target out for a GGUF file"
+        )
+    header, checkpoint = open_gguf_source(source)
+    facts, _ = gguf_facts(header)
+    tensors = plan_gguf_tensors(header, checkpoint)
+    origin = Origin(
+        name=str(facts["name"] or source.stem),
+        target=str(facts["target"] or "unknown"),
+        n_layer=facts["layers"],
+        n_vocab=facts["vocabulary"],
+        gqa=max(1, facts["heads"] // facts["kv_heads"]),
+        describe=partial(requantized_metadata, header),
+    )
+    lossy = requantizing_warning(tensors)
+    licence = licence_warning(provenance_of(facts))
+    return checkpoint, origin, tensors, tuple(line for line in (lossy, licence) if line)
 
 
 def _open_imatrix(path: Path, tensors: Sequence[PlannedTensor]) -> ImportanceMatrix:
@@ -180,15 +241,14 @@ def _unused(
 def _plan_output(
     preset: Preset,
     path: Path,
-    hparams: DraftHparams,
+    origin: Origin,
     tensors: Sequence[PlannedTensor],
     *,
     with_imatrix: bool,
 ) -> OutputPlan:
-    gqa = hparams.n_head // hparams.n_head_kv
     choices = {
         t.spec.name: choose_type(
-            preset, t.spec, n_layer=hparams.n_layer, gqa=gqa, with_imatrix=with_imatrix
+            preset, t.spec, n_layer=origin.n_layer, gqa=origin.gqa, with_imatrix=with_imatrix
         )
         for t in tensors
     }
@@ -196,8 +256,9 @@ def _plan_output(
     return OutputPlan(path=path, preset=preset, choices=choices, nbytes=nbytes)
 
 
-def _refuse_inputs_as_outputs(plan: Plan, target_path: Path) -> None:
-    inputs = [target_path, *(plan.checkpoint.directory / name for name in plan.checkpoint.files)]
+def _refuse_inputs_as_outputs(plan: Plan, target_path: Path | None) -> None:
+    inputs = [plan.checkpoint.directory / name for name in plan.checkpoint.files]
+    inputs += [target_path] if target_path else []
     inputs += [plan.imatrix.path] if plan.imatrix else []
     for output in plan.outputs:
         if output.path.exists() and any(output.path.samefile(path) for path in inputs):
@@ -264,7 +325,7 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
                 plan.checkpoint,
                 counted,
                 outputs,
-                n_vocab=plan.hparams.n_vocab,
+                n_vocab=plan.origin.n_vocab,
                 importance=plan.imatrix.weights.get(name) if plan.imatrix else None,
             )
 

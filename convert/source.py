@@ -49,7 +49,10 @@ class SourceTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint directory whose headers have been read; no tensor data is held."""
+    """A checkpoint whose headers have been read; no tensor data is held.
+
+    kind: "safetensors", "torch", or "gguf" for a drafter's GGUF file.
+    """
 
     directory: Path
     files: tuple[str, ...]
@@ -223,7 +226,7 @@ def read_source(
     ``piece_bytes`` gives the size of the pieces a tensor is read in. Returns {file name: sha256
     hex}. Raises CheckpointError when a file ends early or changed since its header was read.
     """
-    read = _read_safetensors if checkpoint.kind == "safetensors" else _read_torch
+    read = _read_torch if checkpoint.kind == "torch" else _read_flat
     return {name: read(checkpoint, name, piece_bytes, visit) for name in checkpoint.files}
 
 
@@ -232,7 +235,7 @@ def _in_file(checkpoint: Checkpoint, name: str) -> list[SourceTensor]:
     return sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes))
 
 
-def _read_safetensors(
+def _read_flat(
     checkpoint: Checkpoint,
     name: str,
     piece_bytes: Callable[[SourceTensor], int],
@@ -255,10 +258,15 @@ def _read_safetensors(
         with (checkpoint.directory / name).open("rb", buffering=0) as raw:
             file = _FullReader(raw)
             digest.update(file.read(checkpoint.data_starts[name]))
+            at = 0
             for tensor in _in_file(checkpoint, name):
+                digest.update(file.read(tensor.begin - at))  # GGUF files pad between tensors
                 visit(tensor, pieces(tensor))
-            if file.read(1):
+                at = tensor.begin + tensor.nbytes
+            if checkpoint.kind == "safetensors" and file.read(1):
                 raise CheckpointError(f"{name} grew while it was read")
+            while rest := file.read(_HASH_BYTES):
+                digest.update(rest)
     except OSError as error:
         raise CheckpointError(f"cannot read {name}: {error.strerror}") from error
     return digest.hexdigest()

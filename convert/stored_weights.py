@@ -60,7 +60,8 @@ class StoredWeight:
     """A weight named as it would be unquantized. ``parts``: scales and the like, by their role.
 
     form: "plain", "scaled" (FP8 or INT8 with scales), "packed" (integers along the columns),
-    "fp4" (with a scale per 16 or 32 weights), "awq" or "gptq" (integers, columns first).
+    "fp4" (with a scale per 16 or 32 weights), "awq" or "gptq" (integers, columns first), "ggml"
+    (a type of ggml's, scales inside).
     """
 
     name: str
@@ -83,7 +84,7 @@ class StoredWeight:
     def shape(self) -> tuple[int, ...]:
         """Of the weight; packed columns may end in padding."""
         stored = self.main.shape
-        if self.form in ("plain", "scaled") or len(stored) != 2:
+        if self.form in ("plain", "scaled", "ggml") or len(stored) != 2:
             return stored
         per_word = 32 // self.scheme.bits
         return {

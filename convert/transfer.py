@@ -49,10 +49,12 @@ def transfer(
     tokens that is none.
     """
     if tensor.spec.role is Role.VOCAB_MAP:
-        source = tensor.source
-        ids = token_ids(b"".join(pieces), source.dtype, n_vocab, source.stored_name)
+        source, raw_ids = tensor.source, b"".join(pieces)
+        if checkpoint.kind != "gguf":  # a GGUF file holds ids already
+            ids = token_ids(raw_ids, source.dtype, n_vocab, source.stored_name)
+            raw_ids = ids.astype("<i8").tobytes()
         for _, write in outputs:
-            write(0, ids.astype("<i8").view(np.uint8))
+            write(0, np.frombuffer(raw_ids, dtype=np.uint8))
         return
     name, row, any_value = tensor.source.stored_name, 0, False
     for raw, values in _values(tensor, checkpoint, pieces):
@@ -81,7 +83,8 @@ def _values(
         role: read_part(part, read_tensor(checkpoint, part)) for role, part in weight.parts.items()
     }
     unit = max(1, tensor.rope_dim)
-    if not weight.is_plain or tensor.rope_dim:
+    as_they_are = weight.form in ("plain", "ggml") and not tensor.rope_dim
+    if not as_they_are:
         shape = (tensor.n_rows, tensor.n_cols)
         for values in decode(weight, pieces, parts, shape, unit=unit):
             yield None, rope_halves(values, tensor.rope_dim) if tensor.rope_dim else values

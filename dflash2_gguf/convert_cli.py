@@ -127,13 +127,8 @@ _Verbose = Annotated[
 
 def _convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Checkpoint folder of the drafter (safetensors).")
-    ],
-    target: Annotated[
         Path,
-        typer.Option(
-            "--target", metavar="T", help="The target: a GGUF file, or its Hugging Face folder."
-        ),
+        typer.Argument(metavar="SRC", help="Checkpoint folder of the drafter, or its GGUF file."),
     ],
     preset: Annotated[
         list[str],
@@ -141,6 +136,14 @@ def _convert(
             "--preset", metavar="P", help="Recipe, see `presets`; several are written at once."
         ),
     ],
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--target",
+            metavar="T",
+            help="The target of a checkpoint: a GGUF file, or its Hugging Face folder.",
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="OUT", help="A .gguf file, or a folder.")
     ] = Path(),
@@ -155,7 +158,7 @@ def _convert(
     as_json: _Json = False,
     verbose: _Verbose = False,
 ) -> _Job:
-    """Convert a checkpoint to one or more GGUF files."""
+    """Convert a checkpoint, or a GGUF file, to one or more GGUF files."""
     from dflash2_gguf.convert.commands import ConvertRequest, convert
     from dflash2_gguf.convert.ui import Terminal
 

@@ -225,6 +225,8 @@ class Key:
     SOURCE_SHA256 = "dflash2.source.sha256"
     SOURCE_ROPE = "dflash2.source.rope_freq_base"
     SOURCE_QUANTIZATION = "dflash2.source.quantization"
+    SOURCE_GGUF = "dflash2.source.gguf"
+    SOURCE_GGUF_SHA256 = "dflash2.source.gguf_sha256"
     TARGET_NAME = "dflash2.target.name"
     TARGET_ARCHITECTURE = "dflash2.target.architecture"
     TARGET_BLOCK_COUNT = "dflash2.target.block_count"
