@@ -136,7 +136,8 @@ def test_verbose_names_every_tensor_and_reason(
         (
             ["tiny", "--preset", "bf16"],
             2,
-            "error: missing option '--target'\nhint: --help lists the options\n",
+            "error: a checkpoint is converted for its target\n"
+            "hint: name the target's file with --target\n",
         ),
         (
             ["tiny", "--target", "target.gguf"],
