@@ -180,7 +180,7 @@ def test_verbose_names_every_tensor_and_reason(
             1,
             (
                 "error: target.gguf is a model of architecture 'llama', not a DFlash drafter\n"
-                "hint: drafters made for forks have other names; convert the original checkpoint\n"
+                "hint: `dflash2-convert migrate` rewrites files of older converters and forks\n"
             ),
         ),
         (
