@@ -19,12 +19,21 @@ from dflash2_gguf.gguf_schema import (
     tensor_name,
 )
 
-__all__ = ["ShapeNumber", "check_tensors", "is_dflash2", "rename_tensors", "shape_numbers", "span"]
+__all__ = [
+    "VOCABULARY",
+    "ShapeNumber",
+    "check_tensors",
+    "is_dflash2",
+    "rename_tensors",
+    "shape_numbers",
+    "span",
+]
 
 _SHOWN = 5
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)$")
 _OLD_FFN_NORM = "post_attention_norm.weight"
 _GROUPS = "groups"
+VOCABULARY = "vocabulary"  # rows of the selector's tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +100,14 @@ def shape_numbers(tensors: Mapping[str, TensorEntry]) -> dict[str, ShapeNumber]:
     note(field.FEED_FORWARD_LENGTH, "layers.0.mlp.gate_proj.weight", 0, 2)
     note(field.TARGET_LAYERS, "fc.weight", 1, 2, number(field.EMBEDDING_LENGTH))
     note(field.SELECTOR_RANK, f"{Name.HF_SELECTOR_PREFIX}hidden_projection.weight", 0, 2)
+    note(VOCABULARY, f"{Name.HF_SELECTOR_PREFIX}predecessor_codebook", 0, 2)
     note(field.CONV_KERNEL_SIZE, "layers.0.attention_conv.base_kernel", 1, 3)
     # rows: two sides of each tap for every group of channels
     sides = 2 * number(field.CONV_KERNEL_SIZE)
     note(_GROUPS, "layers.0.attention_conv.kernel_projection.weight", 0, 2, sides)
-    groups = found.pop(_GROUPS, None)
-    if groups and groups.number and not number(field.EMBEDDING_LENGTH) % groups.number:
-        group = number(field.EMBEDDING_LENGTH) // groups.number
+    groups, hidden = found.pop(_GROUPS, None), number(field.EMBEDDING_LENGTH)
+    if groups and groups.number and hidden and not hidden % groups.number:
+        group = hidden // groups.number
         found[field.CONV_GROUP_SIZE] = ShapeNumber(number=group, tensor=groups.tensor)
     if field.KEY_LENGTH in found:
         found[field.VALUE_LENGTH] = found[field.KEY_LENGTH]
@@ -111,6 +121,7 @@ def shape_numbers(tensors: Mapping[str, TensorEntry]) -> dict[str, ShapeNumber]:
 
 
 _GROUPS = "groups"
+VOCABULARY = "vocabulary"  # rows of the selector's tables
 
 
 def check_tensors(path: object, tensors: Mapping[str, TensorEntry], shape: DraftShape) -> None:

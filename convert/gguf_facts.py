@@ -33,7 +33,7 @@ def gguf_facts(header: GGUFHeader) -> tuple[dict[str, Any], list[str]]:
     if arch != ARCHITECTURE:
         raise CheckpointError(
             f"{header.path} is a model of architecture {arch!r}, not a DFlash drafter",
-            "drafters made for forks have other names; convert the original checkpoint",
+            "`dflash2-convert migrate` rewrites files of older converters and forks",
         )
     layers = _list(header, arch_key(Key.Arch.TARGET_LAYERS))
     facts = {
@@ -176,6 +176,11 @@ def _problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
         f"{name.replace('_', ' ')} is missing"
         for name in ("block_size", "mask_token_id", "target_layers", "rope_base", "vocabulary")
         if facts[name] is None
+    ]
+    problems += [
+        f"{key} is a list of lists, which llama.cpp refuses; `dflash2-convert migrate`"
+        for key, value in header.values.items()
+        if value.is_nested
     ]
     if facts["causal"] is None:
         problems.append("the file does not say whether attention is causal; convert it again")

@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash2_gguf.convert.fork_fields import Field, FileFields, LayerIds, canonical, read_fields
-from dflash2_gguf.convert.fork_tensors import ShapeNumber, is_dflash2, shape_numbers
+from dflash2_gguf.convert.fork_tensors import (
+    VOCABULARY,
+    ShapeNumber,
+    is_dflash2,
+    shape_numbers,
+)
 from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry
 from dflash2_gguf.convert.gguf_values import Value, array, u32
 from dflash2_gguf.convert.hparams import DraftHparams
@@ -329,6 +334,8 @@ def _tokenizer(sources: Sources) -> tuple[dict[str, Value] | None, int | None]:
     if own is not None and (own.item is not ValueType.STRING or own.count == 0):
         own = None
     if sources.target is not None:
+        if own is not None:
+            _check_equal("vocabulary", own.count, sources.target.n_vocab, sources.target)
         theirs = sources.target.tokenizer
         keys = (Key.TOKENIZER_MODEL, Key.TOKENIZER_PRE, Key.TOKENS)
         if own is None or any(sources.header.values.get(k) != theirs.get(k) for k in keys):
@@ -422,21 +429,19 @@ def _check_numbers(
         if what and number != known[what]:
             raise CheckpointError(f"{key} is {number}, but {what} are {known[what]}")
     if target is not None:
-        _check_target(target, n_vocab=n_vocab, hidden=hidden)
+        rows = shape_numbers(sources.tensors).get(VOCABULARY)
+        _check_equal("vocabulary", rows.number if rows else n_vocab, target.n_vocab, target)
+        _check_equal("hidden size", hidden, target.n_embd, target)
     _check_layers(inputs, n_target, target)
     return n_target
 
 
-def _check_target(target: Target, *, n_vocab: int, hidden: int) -> None:
-    for what, ours, theirs in (
-        ("vocabulary", n_vocab, target.n_vocab),
-        ("hidden size", hidden, target.n_embd),
-    ):
-        if ours != theirs:
-            raise PairError(
-                f"{what} differs: the drafter was made for {ours}, {target.name} has {theirs}",
-                "give the target the drafter was trained for",
-            )
+def _check_equal(what: str, ours: int, theirs: int, target: Target) -> None:
+    if ours != theirs:
+        raise PairError(
+            f"{what} differs: the drafter was made for {ours}, {target.name} has {theirs}",
+            "give the target the drafter was trained for",
+        )
 
 
 def _check_layers(inputs: list[int], n_target: int | None, target: Target | None) -> None:

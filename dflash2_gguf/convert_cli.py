@@ -23,7 +23,7 @@ from dflash2_gguf.errors import DFlash2Error, UsageError
 __all__ = ["main"]
 
 _Job = Callable[[], int]
-_COMMANDS = ("convert", "inspect", "presets")
+_COMMANDS = ("convert", "inspect", "migrate", "presets")
 _PROGRAM = "dflash2-convert"
 
 
@@ -90,6 +90,7 @@ def _parse(words: list[str]) -> _Job:
     app.callback()(_program)
     app.command("convert")(_convert)
     app.command("inspect")(_inspect)
+    app.command("migrate")(_migrate)
     app.command("presets")(_presets)
     try:
         job = app(_with_command(words), prog_name=_PROGRAM, standalone_mode=False)
@@ -186,6 +187,51 @@ def _inspect(
     from dflash2_gguf.convert.ui import Terminal
 
     return partial(show, file, Terminal(), as_json=as_json, verbose=verbose)
+
+
+def _migrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file of a drafter.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT", help="[default: FILE-migrated.gguf]"),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option("--target", metavar="T", help="Its target: tokenizer, M-RoPE, layers."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="C", help="The config.json of its checkpoint."),
+    ] = None,
+    layer_ids: Annotated[
+        str | None,
+        typer.Option(
+            "--layer-ids", metavar="I", help="What the file counts: `inputs` or `outputs`."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the changes, write nothing.")
+    ] = False,
+    as_json: _Json = False,
+    verbose: _Verbose = False,
+) -> _Job:
+    """Rewrite a drafter's older or fork file for llama.cpp, with the same tensor bytes."""
+    from dflash2_gguf.convert.migrate import MigrateRequest, migrate
+    from dflash2_gguf.convert.ui import Terminal
+
+    request = MigrateRequest(
+        file=file,
+        output=output,
+        target=target,
+        config=config,
+        layer_ids=layer_ids,
+        force=force,
+        dry_run=dry_run,
+        as_json=as_json,
+        verbose=verbose,
+    )
+    return partial(migrate, request, Terminal())
 
 
 def _presets(as_json: _Json = False) -> _Job:
