@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from dflash2_gguf.models import Model, Progress, memory_from, open_pair
 from dflash2_gguf.native import (
     ABORTED,
     FINISH_REASONS,
+    ImportanceStruct,
     LogitBias,
     MemoryStruct,
     SeqParams,
@@ -32,6 +34,7 @@ __all__ = [
     "AbortedError",
     "Engine",
     "EngineOptions",
+    "Importance",
     "Step",
     "context_length",
     "echo_log",
@@ -71,6 +74,7 @@ class EngineOptions:
     n_gpu_layers: layers of the target that go to the GPU; None is all, if there is a GPU.
     n_parallel: sequences held at once, each with a context of its own.
     exact: the very tokens of decoding without a drafter; rounding cannot turn a decision.
+    calibrate: record what the drafter's weights are multiplied with, see ``Engine.importance``.
 
     Raises UsageError for a value out of range.
     """
@@ -83,6 +87,7 @@ class EngineOptions:
     n_gpu_layers: int | None = None
     n_parallel: int = 1
     exact: bool = False
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         limits = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 1, "n_threads": 1}
@@ -103,6 +108,18 @@ class Step:
     n_accepted: int
     n_prompt_left: int
     finish: str | None
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What a weight of the drafter was multiplied with (``struct dflash2_importance``).
+
+    sums: of the squares of the values that met each column; n_rows: rows of values summed.
+    """
+
+    name: str
+    sums: array[float]
+    n_rows: int
 
 
 class Engine:
@@ -224,6 +241,18 @@ class Engine:
         check(status, "dflash2_session_seq_stats")
         return _stats_from(raw)
 
+    def importance(self) -> list[Importance]:
+        """What was recorded for every weight of the drafter, by name; needs ``calibrate``."""
+        call, raw = self._api.dflash2.dflash2_session_importance, ImportanceStruct()
+        size = self._api.dflash2.dflash2_session_importance_size(self._handle)
+        found = []
+        for index in range(check(size, "dflash2_session_importance_size")):
+            check(call(self._handle, index, ctypes.byref(raw)), "dflash2_session_importance")
+            found.append(
+                Importance(raw.name.decode(), array("d", raw.sums[: raw.n_cols]), raw.n_rows)
+            )
+        return found
+
     def memory(self) -> Memory:
         """Bytes in use, per part."""
         raw = MemoryStruct()
@@ -292,6 +321,7 @@ def session_params(options: EngineOptions) -> SessionParams:
     params.n_ubatch = min(options.n_ubatch, options.n_batch)
     params.n_seq_max = options.n_parallel
     params.exact = options.exact
+    params.calibrate = options.calibrate
     params.n_draft_max = -1 if options.draft_max is None else options.draft_max
     params.n_threads = physical_cores() if options.n_threads is None else options.n_threads
     return params

@@ -34,6 +34,7 @@ class Launch:
     n_gpu_layers: int | None = None
     fit: bool = False
     exact: bool = False
+    calibrate: bool = False
     chat_template: Path | None = None
     verbose: bool = False
 
@@ -52,6 +53,7 @@ def open_session(launch: Launch, terminal: Terminal) -> Session:
             draft_max=launch.draft_max,
             n_gpu_layers=n_gpu_layers,
             exact=launch.exact,
+            calibrate=launch.calibrate,
             chat_template=template,
             on_progress=on_progress,
             verbose=launch.verbose,

@@ -26,6 +26,8 @@ __all__ = [
     "ABORTED",
     "FINISH_REASONS",
     "Api",
+    "DraftView",
+    "ImportanceStruct",
     "LogitBias",
     "MemoryStruct",
     "SeqParams",
@@ -37,7 +39,7 @@ __all__ = [
     "failure",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_DRAFT = 32
 
 # enum dflash2_status
@@ -67,6 +69,7 @@ class SessionParams(ctypes.Structure):
         ("flash_attn", ctypes.c_int32),
         ("offload_kqv", ctypes.c_bool),
         ("exact", ctypes.c_bool),
+        ("calibrate", ctypes.c_bool),
         ("noise_min", ctypes.c_float),
     ]
 
@@ -168,8 +171,32 @@ class MemoryStruct(ctypes.Structure):
     ]
 
 
+class ImportanceStruct(ctypes.Structure):
+    """struct dflash2_importance."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("sums", ctypes.POINTER(ctypes.c_double)),
+        ("n_cols", ctypes.c_int64),
+        ("n_rows", ctypes.c_int64),
+    ]
+
+
+class DraftView(ctypes.Structure):
+    """struct dflash2_draft_view."""
+
+    _fields_ = [
+        ("n_drafted", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("path", ctypes.POINTER(ctypes.c_int32)),
+        ("candidates", ctypes.POINTER(ctypes.c_int32)),
+        ("scores", ctypes.POINTER(ctypes.c_float)),
+    ]
+
+
 _POINTER = ctypes.c_void_p
 _I32, _U32 = ctypes.c_int32, ctypes.c_uint32
+_POINTERS, _FLOATS = ctypes.POINTER(_POINTER), ctypes.POINTER(ctypes.c_float)
 
 # name: (result, arguments), in the header's order
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -211,9 +238,24 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_POINTER, _I32, ctypes.POINTER(ctypes.POINTER(ctypes.c_float))),
     ),
     "dflash2_session_seq_stats": (_I32, (_POINTER, _I32, ctypes.POINTER(StatsStruct))),
+    "dflash2_session_importance_size": (_I32, (_POINTER,)),
+    "dflash2_session_importance": (_I32, (_POINTER, _I32, ctypes.POINTER(ImportanceStruct))),
     "dflash2_session_stats": (None, (_POINTER, ctypes.POINTER(StatsStruct))),
     "dflash2_session_stats_reset": (None, (_POINTER,)),
     "dflash2_session_memory": (None, (_POINTER, ctypes.POINTER(MemoryStruct))),
+    "dflash2_replay_init": (
+        _POINTER,
+        (_POINTER, _POINTERS, _I32, ctypes.POINTER(SessionParams), ctypes.POINTER(_I32)),
+    ),
+    "dflash2_replay_free": (None, (_POINTER,)),
+    "dflash2_replay_n_features": (_I32, (_POINTER,)),
+    "dflash2_replay_n_draft_max": (_I32, (_POINTER,)),
+    "dflash2_replay_read": (
+        _I32,
+        (_POINTER, ctypes.POINTER(_I32), _I32, _I32, _FLOATS, _FLOATS),
+    ),
+    "dflash2_replay_inject": (_I32, (_POINTER, _I32, _I32, _FLOATS, _I32)),
+    "dflash2_replay_draft": (_I32, (_POINTER, _I32, _I32, _I32, ctypes.POINTER(DraftView))),
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dflash2_gguf.engine import Engine, EngineOptions, Step, echo_log
+from dflash2_gguf.engine import Engine, EngineOptions, Importance, Step, echo_log
 from dflash2_gguf.errors import CheckpointError, OutputError, UsageError
 from dflash2_gguf.models import Progress
 from dflash2_gguf.plan import Plan, make_plan
@@ -68,6 +68,7 @@ class Session:
         n_gpu_layers: int | None = None,
         n_parallel: int = 1,
         exact: bool = False,
+        calibrate: bool = False,
         fit: bool = False,
         chat_template: str | None = None,
         on_progress: Progress | None = None,
@@ -90,6 +91,7 @@ class Session:
             n_gpu_layers=n_gpu_layers,
             n_parallel=n_parallel,
             exact=exact,
+            calibrate=calibrate,
         )
         if verbose:
             echo_log()
@@ -156,6 +158,14 @@ class Session:
         """Bytes in use, per part; waits for the step in progress."""
         with self._scheduler.engine(urgent=True):
             return self._open_engine().memory()
+
+    def importance(self) -> list[Importance]:
+        """What the drafter's weights were multiplied with, of a session with ``calibrate``.
+
+        Raises UsageError for other sessions, NativeError where the drafter computed NaN.
+        """
+        with self._scheduler.engine(urgent=True):
+            return self._open_engine().importance()
 
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True

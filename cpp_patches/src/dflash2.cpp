@@ -5,6 +5,8 @@
 #include "error.h"
 #include "session.h"
 
+#include <iterator>
+
 #ifndef DFLASH2_BUILD_INFO
 #    error "DFLASH2_BUILD_INFO must name the pin and the patch stack"
 #endif
@@ -192,6 +194,24 @@ int32_t dflash2_session_seq_stats(const dflash2_session * session, llama_seq_id 
             throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "stats are required");
         }
         *stats = require(const_cast<dflash2_session *>(session)).seq_stats(seq_id);
+        return DFLASH2_OK;
+    });
+}
+
+int32_t dflash2_session_importance_size(const dflash2_session * session) {
+    return dflash2_guard(
+        [&]() -> int32_t { return (int32_t) require(const_cast<dflash2_session *>(session)).calibration().size(); });
+}
+
+int32_t dflash2_session_importance(const dflash2_session * session, int32_t i, dflash2_importance * importance) {
+    return dflash2_guard([&]() -> int32_t {
+        const auto & entries = require(const_cast<dflash2_session *>(session)).calibration();
+        if (importance == nullptr || i < 0 || i >= (int32_t) entries.size()) {
+            throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
+                                dflash2_format("entry %d is wanted, there are %zu", i, entries.size()));
+        }
+        const auto & [name, entry] = *std::next(entries.begin(), i);
+        *importance                = { name.c_str(), entry.sums.data(), (int64_t) entry.sums.size(), entry.n_rows };
         return DFLASH2_OK;
     });
 }

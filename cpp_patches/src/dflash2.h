@@ -36,7 +36,7 @@
 #endif
 
 // raised whenever a struct or a function of this header changes
-#define DFLASH2_ABI_VERSION 3
+#define DFLASH2_ABI_VERSION 4
 
 // positions counted one by one in the statistics; later ones are added to the last
 #define DFLASH2_MAX_DRAFT 32
@@ -46,6 +46,7 @@ extern "C" {
 #endif
 
 struct dflash2_session;
+struct dflash2_replay;
 
 enum dflash2_status {
     DFLASH2_OK             = 0,
@@ -109,6 +110,7 @@ struct dflash2_session_params {
     int32_t  flash_attn;       // enum llama_flash_attn_type
     bool     offload_kqv;      // keep the KV caches on the device
     bool     exact;            // the very tokens of plain decoding; not with the verifiers reject and block
+    bool     calibrate;        // record what the drafter's weights are multiplied with; slower
     float    noise_min;        // exact mode: rounding moves logits by at least this, if measuring it shows less
 };
 
@@ -200,6 +202,15 @@ struct dflash2_draft_view {
     const llama_token * candidates;  // [n_drafted][K], unordered
     const float *       scores;      // [n_drafted][K][K], [t][a][b]: candidate b of t after candidate a of t-1;
                                      // all a are equal for t = 0, whose predecessor is the anchor
+};
+
+// What a weight of the drafter was multiplied with since the session exists. A row of a selector codebook counts as
+// multiplied with what the score multiplies it with: the gate times the other codebook's row.
+struct dflash2_importance {
+    const char *   name;    // of the weight in the drafter's file
+    const double * sums;    // [n_cols] of the squares of what met a column
+    int64_t        n_cols;
+    int64_t        n_rows;  // summed: feature rows, rows of blocks or, for a codebook, rows of the other one
 };
 
 //
@@ -315,9 +326,63 @@ DFLASH2_API int32_t dflash2_session_seq_stats(const struct dflash2_session * ses
                                               llama_seq_id                   seq_id,
                                               struct dflash2_stats *         stats);
 
+// Weights that a session with params.calibrate has recorded something for, in the order of their names. Weights that the
+// target lends are not among them. DFLASH2_ERROR_COMPUTE where the drafter computed values that cannot be summed.
+DFLASH2_API int32_t dflash2_session_importance_size(const struct dflash2_session * session);
+
+// The i-th of them; pointers are valid until the next call on the session.
+DFLASH2_API int32_t dflash2_session_importance(const struct dflash2_session * session,
+                                               int32_t                        i,
+                                               struct dflash2_importance *    importance);
+
 DFLASH2_API void dflash2_session_stats(const struct dflash2_session * session, struct dflash2_stats * stats);
 DFLASH2_API void dflash2_session_stats_reset(struct dflash2_session * session);
 DFLASH2_API void dflash2_session_memory(const struct dflash2_session * session, struct dflash2_memory * memory);
+
+//
+// replay: several drafters on the same rows of target features
+//
+
+// The drafters must read the same layers of the target. Models must outlive the replay. params as for a session of one
+// sequence. NULL on failure; *status (may be NULL) says which kind.
+DFLASH2_API struct dflash2_replay * dflash2_replay_init(struct llama_model *                  target,
+                                                        struct llama_model * const *          drafts,
+                                                        int32_t                               n_drafts,
+                                                        const struct dflash2_session_params * params,
+                                                        int32_t *                             status);
+
+DFLASH2_API void dflash2_replay_free(struct dflash2_replay * replay);
+
+// floats of a feature row
+DFLASH2_API int32_t dflash2_replay_n_features(const struct dflash2_replay * replay);
+
+// tokens that every one of the drafters can draft
+DFLASH2_API int32_t dflash2_replay_n_draft_max(const struct dflash2_replay * replay);
+
+// The target evaluates a text from an empty cache, in batches as decoding has them: its first n_prompt tokens as a
+// prompt, the others in blocks. Fills rows [n_tokens - 1][n_features], the features of all tokens but the last, and
+// log_p [n_tokens - n_prompt], the log-probability at temperature 1 of each token behind the prompt.
+DFLASH2_API int32_t dflash2_replay_read(struct dflash2_replay * replay,
+                                        const llama_token *     tokens,
+                                        int32_t                 n_tokens,
+                                        int32_t                 n_prompt,
+                                        float *                 rows,
+                                        float *                 log_p);
+
+// Rows for the cache of a drafter, from position pos on; rows that do not continue what is there replace it.
+DFLASH2_API int32_t dflash2_replay_inject(struct dflash2_replay * replay,
+                                          int32_t                 drafter,
+                                          llama_pos               pos,
+                                          const float *           rows,
+                                          int32_t                 n_rows);
+
+// What a drafter proposes for n tokens after anchor, which follows the injected rows. view has no path; its pointers are
+// valid until the next call on the replay.
+DFLASH2_API int32_t dflash2_replay_draft(struct dflash2_replay *     replay,
+                                         int32_t                     drafter,
+                                         llama_token                 anchor,
+                                         int32_t                     n,
+                                         struct dflash2_draft_view * view);
 
 #ifdef __cplusplus
 }

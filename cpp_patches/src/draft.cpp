@@ -45,6 +45,11 @@ dflash2_draft::dflash2_draft(llama_model * model, llama_context * ctx_target, co
     cparams.swa_full             = false;
     cparams.no_perf              = true;
     cparams.ctx_other            = ctx_target;
+    if (params.calibrate) {
+        recorder_                 = std::make_unique<dflash2_recorder>(model);
+        cparams.cb_eval           = dflash2_recorder::on_node;
+        cparams.cb_eval_user_data = recorder_.get();
+    }
 
     ctx_.reset(llama_init_from_model(model, cparams));
     if (!ctx_) {

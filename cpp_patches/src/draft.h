@@ -2,11 +2,13 @@
 
 #pragma once
 
+#include "calibrate.h"
 #include "dflash2.h"
 #include "llama-ptr.h"
 #include "pair.h"
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 // Candidates and pairwise scores of one drafted block, K per position. Row t holds position t + 1 of the block.
@@ -60,6 +62,9 @@ class dflash2_draft {
     // first position whose row a block anchored at pos may read
     llama_pos window_begin(llama_pos pos) const;
 
+    // null unless params.calibrate
+    const dflash2_recorder * recorder() const { return recorder_.get(); }
+
     // rows of a sequence in the cache, end exclusive
     struct range {
         llama_pos begin = 0;
@@ -98,6 +103,8 @@ class dflash2_draft {
     int32_t              n_features_  = 0;  // floats per row
     int32_t              n_embd_      = 0;
     int32_t              n_vocab_     = 0;
-    int32_t              n_cells_     = 0;  // per sequence
-    std::vector<range>   held_;             // per sequence
+    int32_t              n_cells_     = 0;        // per sequence
+    std::vector<range>   held_;                   // per sequence
+
+    std::unique_ptr<dflash2_recorder> recorder_;  // called by the context, while that computes
 };

@@ -198,6 +198,13 @@ void dflash2_session::draft_view(llama_seq_id seq_id, dflash2_draft_view & view)
     view.scores          = seq.lattice.scores.data();
 }
 
+const std::map<std::string, dflash2_recorder::entry> & dflash2_session::calibration() const {
+    if (!draft_ || draft_->recorder() == nullptr) {
+        throw dflash2_error(DFLASH2_ERROR_ARGUMENT, "the session has no drafter or does not calibrate");
+    }
+    return draft_->recorder()->entries();
+}
+
 void dflash2_session::memory(dflash2_memory & memory) const {
     memory = dflash2_measure_memory(target_->context(), draft_ ? draft_->context() : nullptr);
 }

@@ -10,6 +10,7 @@
 #include "width.h"
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -49,6 +50,9 @@ struct dflash2_session {
 
     void draft_view(llama_seq_id seq_id, dflash2_draft_view & view) const;
     void memory(dflash2_memory & memory) const;
+
+    // of a session with params.calibrate
+    const std::map<std::string, dflash2_recorder::entry> & calibration() const;
 
     uint32_t n_ctx() const { return target_->n_ctx(); }
 

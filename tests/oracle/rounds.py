@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from dflash2_gguf.native import (
+    DraftView,
+    ImportanceStruct,
     SeqParams,
     SessionParams,
     StatsStruct,
@@ -25,6 +27,7 @@ __all__ = [
     "Record",
     "arrays",
     "failures",
+    "importance",
     "native_session",
     "record",
     "record_restored",
@@ -32,18 +35,6 @@ __all__ = [
 ]
 
 _GREEDY = 1  # enum dflash2_verifier
-
-
-class _DraftView(ctypes.Structure):
-    """struct dflash2_draft_view."""
-
-    _fields_ = (
-        ("n_drafted", ctypes.c_int32),
-        ("top_k", ctypes.c_int32),
-        ("path", ctypes.POINTER(ctypes.c_int32)),
-        ("candidates", ctypes.POINTER(ctypes.c_int32)),
-        ("scores", ctypes.POINTER(ctypes.c_float)),
-    )
 
 
 @dataclass
@@ -193,9 +184,9 @@ def _note(session: int, result: StepResult, record: Record, lattices: bool) -> N
 
 
 def _lattice(session: int, sequence: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    view = _DraftView()
+    view = DraftView()
     read = api().dflash2.dflash2_session_draft_view
-    read.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(_DraftView)]
+    read.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(DraftView)]
     check(read(session, sequence, ctypes.byref(view)), "dflash2_session_draft_view")
     n, k = view.n_drafted, view.top_k
     if n == 0:
@@ -212,3 +203,15 @@ def failures(session: int) -> list[int]:
     raw = StatsStruct()
     api().dflash2.dflash2_session_stats(session, ctypes.byref(raw))
     return list(raw.draft_failures)
+
+
+def importance(session: int) -> dict[str, np.ndarray]:
+    """What a session with calibrate recorded: "sums-<weight>" and "rows-<weight>"."""
+    library, raw, found = api().dflash2, ImportanceStruct(), {}
+    size = check(library.dflash2_session_importance_size(session), "size")
+    for index in range(size):
+        check(library.dflash2_session_importance(session, index, ctypes.byref(raw)), "importance")
+        name = raw.name.decode()
+        found[f"sums-{name}"] = np.ctypeslib.as_array(raw.sums, (raw.n_cols,)).copy()
+        found[f"rows-{name}"] = np.array(raw.n_rows)
+    return found

@@ -118,7 +118,8 @@ def job_session(
     """Greedy generation by libdflash2, n_seq_max prompts at a time; what happened in every round.
 
     tokens [n_prompts, n_predict]; per round: prompt, before, drafted, accepted, and with
-    lattices its "path-<round>", "candidates-<round>" and "scores-<round>".
+    lattices its "path-<round>", "candidates-<round>" and "scores-<round>". With the option
+    calibrate also what was recorded, see rounds.importance.
     """
     from tests.oracle import rounds
 
@@ -132,7 +133,8 @@ def job_session(
             group = prompts[start : start + together]
             records += rounds.record(session, group, n_predict, lattices)
         failures = rounds.failures(session)
-    return rounds.arrays(records) | {"failures": np.array(failures)}
+        recorded = rounds.importance(session) if options.get("calibrate") else {}
+    return rounds.arrays(records) | {"failures": np.array(failures)} | recorded
 
 
 def job_restored(

@@ -41,6 +41,10 @@ bool dflash2_llama_has_output(const llama_model * model) {
     return model->output != nullptr;
 }
 
+bool dflash2_llama_has_tensor(const llama_model * model, const char * name) {
+    return model->get_tensor(name) != nullptr;
+}
+
 // FNV-1a
 static void hash_bytes(uint64_t & hash, const void * data, size_t size) {
     for (size_t i = 0; i < size; ++i) {

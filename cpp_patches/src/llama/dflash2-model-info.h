@@ -17,6 +17,9 @@ LLAMA_API int32_t dflash2_llama_drafter_kind(const struct llama_model * model);
 LLAMA_API bool dflash2_llama_has_tok_embd(const struct llama_model * model);
 LLAMA_API bool dflash2_llama_has_output(const struct llama_model * model);
 
+// Does the model's own file hold a tensor of this name?
+LLAMA_API bool dflash2_llama_has_tensor(const struct llama_model * model, const char * name);
+
 // Tells models apart: a hash of names, types, shapes and some bytes of the weights. Reads a little of every tensor.
 LLAMA_API uint64_t dflash2_llama_fingerprint(const struct llama_model * model);
 
