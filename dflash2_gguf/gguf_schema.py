@@ -178,9 +178,7 @@ class Key:
 
     SPLIT_NO = "split.no"
     SPLIT_COUNT = "split.count"
-
-    # of an importance matrix (``common/imatrix-loader.cpp``), and of a file quantized with one
-    IMATRIX_DATASETS = "imatrix.datasets"
+    IMATRIX_DATASETS = "imatrix.datasets"  # see upstream's common/imatrix-loader.cpp
     IMATRIX_CHUNK_COUNT = "imatrix.chunk_count"
     IMATRIX_CHUNK_SIZE = "imatrix.chunk_size"
     QUANTIZE_IMATRIX_FILE = "quantize.imatrix.file"
