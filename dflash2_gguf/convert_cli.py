@@ -18,13 +18,12 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash2_gguf import options
 from dflash2_gguf.errors import DFlash2Error, UsageError
 
 __all__ = ["main"]
 
 _Job = Callable[[], int]
-_COMMANDS = ("convert", "inspect", "migrate", "presets", "calibrate")
+_COMMANDS = ("convert", "inspect", "check", "migrate", "presets")
 _PROGRAM = "dflash2-convert"
 
 
@@ -91,9 +90,9 @@ def _parse(words: list[str]) -> _Job:
     app.callback()(_program)
     app.command("convert")(_convert)
     app.command("inspect")(_inspect)
+    app.command("check")(_check)
     app.command("migrate")(_migrate)
     app.command("presets")(_presets)
-    app.command("calibrate")(_calibrate)
     try:
         job = app(_with_command(words), prog_name=_PROGRAM, standalone_mode=False)
     except _parser_error() as error:
@@ -191,6 +190,22 @@ def _inspect(
     return partial(show, file, Terminal(), as_json=as_json, verbose=verbose)
 
 
+def _check(
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Its GGUF file, or its Hugging Face folder.")
+    ],
+    draft: Annotated[
+        Path, typer.Argument(metavar="DRAFT", help="GGUF file of a drafter, or its checkpoint.")
+    ],
+    as_json: _Json = False,
+) -> _Job:
+    """Tell whether a drafter fits a target."""
+    from dflash2_gguf.check import CheckRequest, check
+    from dflash2_gguf.convert.ui import Terminal
+
+    return partial(check, CheckRequest(target=target, draft=draft, as_json=as_json), Terminal())
+
+
 def _migrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file of a drafter.")],
     output: Annotated[
@@ -242,64 +257,6 @@ def _presets(as_json: _Json = False) -> _Job:
     from dflash2_gguf.convert.ui import Terminal
 
     return partial(list_presets, Terminal(), as_json=as_json)
-
-
-def _calibrate(
-    model: options.Model = None,
-    draft: options.Draft = None,
-    prompts: options.Prompts = None,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="OUT", help="The importance matrix, a GGUF.")
-    ] = Path("imatrix.gguf"),
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
-    ] = 128,
-    ctx_size: options.CtxSize = None,
-    threads: options.Threads = None,
-    gpu_layers: options.GpuLayers = "auto",
-    temp: options.Temperature = 0.8,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Random seed.")] = 0,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Take texts as they are, not as messages of a chat.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    as_json: _Json = False,
-    verbose: options.Verbose = False,
-) -> _Job:
-    """Make an importance matrix for a drafter, by drafting."""
-    from dflash2_gguf.calibrate import CalibrationSettings, calibrate
-    from dflash2_gguf.launch import Launch, parse_gpu_layers
-    from dflash2_gguf.prompts import read_prompts
-    from dflash2_gguf.sampling import SamplingParams
-    from dflash2_gguf.ui import Terminal
-
-    launch = Launch(
-        target=_given(model, "target", "name its GGUF file with -m"),
-        draft=_given(draft, "drafter", "name its GGUF file with -d"),
-        n_ctx=ctx_size,
-        n_threads=threads,
-        n_gpu_layers=parse_gpu_layers(gpu_layers),
-        calibrate=True,
-        verbose=verbose,
-    )
-    prompt_file = _given(prompts, "file of prompts", "name it with --prompts")
-    settings = CalibrationSettings(
-        prompts=read_prompts(prompt_file),
-        dataset=str(prompt_file),
-        output=output,
-        max_tokens=max_tokens,
-        sampling=SamplingParams(temperature=temp, seed=seed),
-        raw=raw,
-        force=force,
-        as_json=as_json,
-    )
-    return partial(calibrate, launch, settings, Terminal())
-
-
-def _given(path: Path | None, what: str, hint: str) -> Path:
-    if path is None:
-        raise UsageError(f"there is no {what}", hint)
-    return path
 
 
 if __name__ == "__main__":

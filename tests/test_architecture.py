@@ -22,7 +22,7 @@ TOOL = sorted((ROOT / "cpp_patches").glob("*.py"))
 SHARED = {"errors", "gguf_schema", "libraries", "presets"}
 
 # commands of dflash2-convert; those that run a pair stand on both sides, and nobody stands on them
-BRIDGES = {"convert_cli"}
+BRIDGES = {"check", "check_both", "check_draft", "check_files", "convert_cli"}
 
 # outermost first: no module reaches one that stands further out, directly or through others
 ONION = (
