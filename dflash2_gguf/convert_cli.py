@@ -18,12 +18,13 @@ from typing import Annotated, Any
 
 import typer
 
+from dflash2_gguf import options
 from dflash2_gguf.errors import DFlash2Error, UsageError
 
 __all__ = ["main"]
 
 _Job = Callable[[], int]
-_COMMANDS = ("convert", "inspect", "check", "migrate", "presets")
+_COMMANDS = ("convert", "inspect", "check", "migrate", "presets", "calibrate")
 _PROGRAM = "dflash2-convert"
 
 
@@ -93,6 +94,7 @@ def _parse(words: list[str]) -> _Job:
     app.command("check")(_check)
     app.command("migrate")(_migrate)
     app.command("presets")(_presets)
+    app.command("calibrate")(_calibrate)
     try:
         job = app(_with_command(words), prog_name=_PROGRAM, standalone_mode=False)
     except _parser_error() as error:
@@ -257,6 +259,64 @@ def _presets(as_json: _Json = False) -> _Job:
     from dflash2_gguf.convert.ui import Terminal
 
     return partial(list_presets, Terminal(), as_json=as_json)
+
+
+def _calibrate(
+    model: options.Model = None,
+    draft: options.Draft = None,
+    prompts: options.Prompts = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="OUT", help="The importance matrix, a GGUF.")
+    ] = Path("imatrix.gguf"),
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
+    ] = 128,
+    ctx_size: options.CtxSize = None,
+    threads: options.Threads = None,
+    gpu_layers: options.GpuLayers = "auto",
+    temp: options.Temperature = 0.8,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Random seed.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take texts as they are, not as messages of a chat.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: _Json = False,
+    verbose: options.Verbose = False,
+) -> _Job:
+    """Make an importance matrix for a drafter, by drafting."""
+    from dflash2_gguf.calibrate import CalibrationSettings, calibrate
+    from dflash2_gguf.launch import Launch, parse_gpu_layers
+    from dflash2_gguf.prompts import read_prompts
+    from dflash2_gguf.sampling import SamplingParams
+    from dflash2_gguf.ui import Terminal
+
+    launch = Launch(
+        target=_given(model, "target", "name its GGUF file with -m"),
+        draft=_given(draft, "drafter", "name its GGUF file with -d"),
+        n_ctx=ctx_size,
+        n_threads=threads,
+        n_gpu_layers=parse_gpu_layers(gpu_layers),
+        calibrate=True,
+        verbose=verbose,
+    )
+    prompt_file = _given(prompts, "file of prompts", "name it with --prompts")
+    settings = CalibrationSettings(
+        prompts=read_prompts(prompt_file),
+        dataset=str(prompt_file),
+        output=output,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=temp, seed=seed),
+        raw=raw,
+        force=force,
+        as_json=as_json,
+    )
+    return partial(calibrate, launch, settings, Terminal())
+
+
+def _given(path: Path | None, what: str, hint: str) -> Path:
+    if path is None:
+        raise UsageError(f"there is no {what}", hint)
+    return path
 
 
 if __name__ == "__main__":
