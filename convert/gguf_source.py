@@ -5,6 +5,7 @@ Tensors are decoded by the ``gguf`` package; metadata is kept but for what the n
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 from dflash2_gguf.convert.gguf_facts import draft_shape, gguf_facts, tensor_problems
@@ -18,13 +19,19 @@ from dflash2_gguf.gguf_schema import (
     QUANTIZATION_VERSION,
     GGMLType,
     Key,
-    Role,
     TensorSpec,
     draft_tensors,
 )
 from dflash2_gguf.presets import Preset
 
-__all__ = ["open_gguf_source", "plan_gguf_tensors", "requantized_metadata", "requantizing_warning"]
+__all__ = [
+    "open_gguf_source",
+    "plan_gguf_tensors",
+    "requantized_metadata",
+    "requantizing_warning",
+    "stored_checkpoint",
+    "stored_weight",
+]
 
 _UNKNOWN_HASH = "0" * 64
 _OF_THE_OLD_TYPES = (
@@ -34,7 +41,7 @@ _OF_THE_OLD_TYPES = (
     Key.QUANTIZE_IMATRIX_ENTRIES,
     Key.QUANTIZE_IMATRIX_CHUNKS,
 )
-_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+_PLAIN = {GGMLType.F32.name, GGMLType.F16.name, GGMLType.BF16.name, GGMLType.I64.name}
 
 
 def open_gguf_source(path: Path) -> tuple[GGUFHeader, Checkpoint]:
@@ -47,11 +54,16 @@ def open_gguf_source(path: Path) -> tuple[GGUFHeader, Checkpoint]:
         )
     if facts["kind"].startswith("DSpark"):
         raise CheckpointError(f"{path} is a DSpark drafter", "DFlash drafters are converted")
-    tensors = {name: _source_tensor(path, tensor) for name, tensor in header.tensors.items()}
-    return header, Checkpoint(
+    return header, stored_checkpoint(header, set(header.tensors))
+
+
+def stored_checkpoint(header: GGUFHeader, names: Set[str]) -> Checkpoint:
+    """The tensors ``names`` of any model's file; CheckpointError for a type that is not read."""
+    path = header.path
+    return Checkpoint(
         directory=path.parent,
         files=(path.name,),
-        tensors=tensors,
+        tensors={name: _source_tensor(path, header.tensors[name]) for name in names},
         data_starts={path.name: header.data_offset},
         kind="gguf",
     )
@@ -77,8 +89,8 @@ def plan_gguf_tensors(header: GGUFHeader, checkpoint: Checkpoint) -> tuple[Plann
     """Every tensor of the file with its place in the drafter, in the file's order."""
     specs = {spec.name: spec for spec in _specs(header)}
     return tuple(
-        PlannedTensor(spec=specs[name], weight=_weight(source, specs[name]))
-        for name, source in checkpoint.tensors.items()
+        PlannedTensor(spec=specs[name], weight=stored_weight(checkpoint.tensors[name]))
+        for name in header.tensors
     )
 
 
@@ -91,9 +103,11 @@ def _specs(header: GGUFHeader) -> tuple[TensorSpec, ...]:
     return draft_tensors(shape)
 
 
-def _weight(source: SourceTensor, spec: TensorSpec) -> StoredWeight:
-    plain = source.dtype in {kind.name for kind in _FLOATS} or spec.role is Role.VOCAB_MAP
-    return StoredWeight(name=source.name, main=source, form="plain" if plain else "ggml")
+def stored_weight(source: SourceTensor) -> StoredWeight:
+    """A tensor of a GGUF file as a weight."""
+    return StoredWeight(
+        name=source.name, main=source, form="plain" if source.dtype in _PLAIN else "ggml"
+    )
 
 
 def requantizing_warning(tensors: tuple[PlannedTensor, ...]) -> str | None:

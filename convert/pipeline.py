@@ -20,6 +20,7 @@ from dflash2_gguf.convert.gguf_source import (
 from dflash2_gguf.convert.gguf_values import Value
 from dflash2_gguf.convert.hparams import read_hparams
 from dflash2_gguf.convert.imatrix import ImportanceMatrix, read_imatrix
+from dflash2_gguf.convert.mask_embedding import lend_tables, read_mask
 from dflash2_gguf.convert.metadata import (
     build_metadata,
     imatrix_metadata,
@@ -32,6 +33,7 @@ from dflash2_gguf.convert.source import (
     SourceTensor,
     open_checkpoint,
     read_json,
+    read_pieces,
     read_source,
 )
 from dflash2_gguf.convert.target import check_pair, open_target
@@ -45,7 +47,7 @@ from dflash2_gguf.convert.writer import (
     file_bytes,
 )
 from dflash2_gguf.errors import UsageError
-from dflash2_gguf.gguf_schema import Role
+from dflash2_gguf.gguf_schema import Name, Role
 from dflash2_gguf.presets import Choice, Preset, choose_type
 
 __all__ = ["OutputPlan", "Plan", "check_outputs", "make_plan", "run"]
@@ -137,7 +139,7 @@ def make_plan(
     ``imatrix``: an importance matrix for the quantizers. Raises CheckpointError, PairError, or
     UsageError when an output is one of the inputs, or a target is missing or too much.
     """
-    if source.suffix == ".gguf" or source.is_file():
+    if source.suffix == ".gguf":
         checkpoint, origin, tensors, warnings = _from_gguf(source, target_path)
     else:
         checkpoint, origin, tensors, warnings = _from_checkpoint(source, target_path)
@@ -162,11 +164,14 @@ def make_plan(
 def _from_checkpoint(source: Path, target_path: Path | None) -> _Source:
     checkpoint = open_checkpoint(source)
     hparams = read_hparams(read_json(source / "config.json"))
-    matched = plan_tensors(hparams, checkpoint)
     if target_path is None:
         raise UsageError(
             "a checkpoint is converted for its target", "name the target's file with --target"
         )
+    mask = read_mask(source, hparams)
+    lends = mask is not None and not {Name.HF_EMBEDDINGS, Name.HF_HEAD} <= set(checkpoint.tensors)
+    tables = lend_tables(target_path) if lends else None
+    matched = plan_tensors(hparams, checkpoint, mask=mask, tables=tables)
     target = open_target(target_path)
     check_pair(hparams, target)
     provenance = replace(read_provenance(source, hparams), quantization=matched.quantization)
@@ -292,7 +297,7 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
 
     Returns {source file: sha256}. On any exception no output and no temporary file is left.
     """
-    planned = {tensor.source.name: tensor for tensor in plan.tensors}
+    planned = {tensor.source.name: tensor for tensor in plan.tensors if tensor.lender is None}
     with ExitStack() as stack:
         writers = [
             (
@@ -310,25 +315,16 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
         ]
 
         def visit(source: SourceTensor, pieces: Iterator[memoryview]) -> None:
-            counted = _counted(pieces, progress)
-            tensor = planned.get(source.name)
+            counted, tensor = _counted(pieces, progress), planned.get(source.name)
             if tensor is None:  # scales, leftovers: part of the file's hash only
                 deque(counted, maxlen=0)
-                return
-            name = tensor.spec.name
-            outputs = [
-                (output.choices[name].type, partial(writer.write_rows, name))
-                for output, writer in writers
-            ]
-            transfer(
-                tensor,
-                plan.checkpoint,
-                counted,
-                outputs,
-                n_vocab=plan.origin.n_vocab,
-                importance=plan.imatrix.weights.get(name) if plan.imatrix else None,
-            )
+            else:
+                _write(plan, writers, tensor, plan.checkpoint, counted)
 
+        for tensor in plan.tensors:
+            if tensor.lender is not None:
+                pieces = read_pieces(tensor.lender, tensor.source, piece_bytes(tensor))
+                _write(plan, writers, tensor, tensor.lender, pieces)
         hashes = read_source(
             plan.checkpoint,
             piece_bytes=lambda source: piece_bytes(planned.get(source.name)),
@@ -337,6 +333,27 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
         for output, writer in writers:
             writer.finish(plan.metadata(output, hashes))
     return hashes
+
+
+def _write(
+    plan: Plan,
+    writers: Sequence[tuple[OutputPlan, GGUFWriter]],
+    tensor: PlannedTensor,
+    checkpoint: Checkpoint,
+    pieces: Iterator[memoryview],
+) -> None:
+    name = tensor.spec.name
+    transfer(
+        tensor,
+        checkpoint,
+        pieces,
+        [
+            (output.choices[name].type, partial(writer.write_rows, name))
+            for output, writer in writers
+        ],
+        n_vocab=plan.origin.n_vocab,
+        importance=plan.imatrix.weights.get(name) if plan.imatrix else None,
+    )
 
 
 def _counted(pieces: Iterator[memoryview], progress: Callable[[int], None]) -> Iterator[memoryview]:

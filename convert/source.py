@@ -200,18 +200,32 @@ def _torch(directory: Path, name: str) -> Checkpoint:
 
 def read_tensor(checkpoint: Checkpoint, tensor: SourceTensor) -> memoryview:
     """All bytes of one small tensor; CheckpointError when the file ends before it does."""
+    if checkpoint.kind == "torch":
+        state = open_torch(checkpoint.directory / tensor.file)
+        return memoryview(state[tensor.stored_name][2]).cast("B")
+    pieces = list(read_pieces(checkpoint, tensor, max(1, tensor.nbytes)))
+    return pieces[0] if pieces else memoryview(b"")
+
+
+def read_pieces(
+    checkpoint: Checkpoint, tensor: SourceTensor, piece_bytes: int
+) -> Iterator[memoryview]:
+    """Bytes of one tensor in pieces; CheckpointError when the file ends before it does."""
     path = checkpoint.directory / tensor.file
     if checkpoint.kind == "torch":
-        return memoryview(open_torch(path)[tensor.stored_name][2]).cast("B")
+        data = read_tensor(checkpoint, tensor)
+        yield from (data[at : at + piece_bytes] for at in range(0, tensor.nbytes, piece_bytes))
+        return
     try:
         with path.open("rb") as file:
             file.seek(checkpoint.data_starts[tensor.file] + tensor.begin)
-            data = file.read(tensor.nbytes)
+            for at in range(0, tensor.nbytes, piece_bytes):
+                piece = file.read(min(piece_bytes, tensor.nbytes - at))
+                if len(piece) != min(piece_bytes, tensor.nbytes - at):
+                    raise CheckpointError(f"{tensor.file} ended inside {tensor.stored_name!r}")
+                yield memoryview(piece)
     except OSError as error:
         raise CheckpointError(f"cannot read {tensor.file}: {error.strerror}") from error
-    if len(data) != tensor.nbytes:
-        raise CheckpointError(f"{tensor.file} ended inside tensor {tensor.stored_name!r}")
-    return memoryview(data)
 
 
 # receives a tensor and pieces of its bytes in order; the sizes of the pieces are its own choice

@@ -14,7 +14,7 @@ from typing import Any
 from dflash2_gguf.convert.source import Checkpoint, SourceTensor
 from dflash2_gguf.errors import CheckpointError
 
-__all__ = ["Scheme", "StoredWeight", "find_weights"]
+__all__ = ["Scheme", "StoredWeight", "Tables", "find_weights"]
 
 _WEIGHT = ".weight"
 _FLOATS = ("F32", "F16", "BF16")
@@ -100,6 +100,14 @@ class StoredWeight:
             return self.shape == shape
         padding = self.shape[-1] - shape[-1]
         return self.shape[:-1] == shape[:-1] and 0 <= padding < 32 // self.scheme.bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """A target's embeddings and head, by the names that a drafter's own would have."""
+
+    checkpoint: Checkpoint
+    weights: Mapping[str, StoredWeight]
 
 
 def _bits(data: dict[str, Any]) -> int:

@@ -19,7 +19,7 @@ from dflash2_gguf.convert.tokenizer_json import read_tokenizer
 from dflash2_gguf.errors import CheckpointError, PairError
 from dflash2_gguf.gguf_schema import Key, arch_key
 
-__all__ = ["Target", "check_pair", "open_target"]
+__all__ = ["Target", "check_pair", "first_part", "open_target"]
 
 # every row gets a name in memory; the largest vocabularies in use have 262144
 _MAX_VOCAB = 2**22
@@ -49,11 +49,11 @@ def open_target(path: Path) -> Target:
         return _from_directory(path)
     if not path.exists():
         raise CheckpointError(f"there is no target at {path}")
-    return _from_gguf(read_gguf(_first_part(path)))
+    return _from_gguf(read_gguf(first_part(path)))
 
 
-def _first_part(path: Path) -> Path:
-    """Metadata of a split model is complete in its first file only."""
+def first_part(path: Path) -> Path:
+    """The file of a split model that has all its metadata; ``path`` where it is not split."""
     match = _SPLIT.search(path.name)
     if match is None or int(match[1]) == 1:
         return path

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash2_gguf.convert.hparams import DraftHparams
-from dflash2_gguf.convert.quantize import DTYPE_SIZE
+from dflash2_gguf.convert.quantize import DTYPE_SIZE, Floats
 from dflash2_gguf.convert.source import Checkpoint, SourceTensor
-from dflash2_gguf.convert.stored_weights import StoredWeight, find_weights
+from dflash2_gguf.convert.stored_weights import StoredWeight, Tables, find_weights
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import Name, Role, TensorSpec, draft_tensors
 
 __all__ = ["PlannedTensor", "TensorPlan", "plan_tensors"]
 
 _SHOWN = 5
+_TABLE = Name.HF_EMBEDDINGS
 _INTEGERS = ("I64", "I32")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)$")
 
@@ -52,11 +53,18 @@ _LEFTOVERS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """A tensor to write and its source. ``rope_dim`` > 0: reorder heads of that size."""
+    """A tensor to write and its source. ``rope_dim`` > 0: reorder heads of that size.
+
+    lender: where the tensor is, if not in the drafter's checkpoint. row, values: one row to
+    replace, none where row is -1.
+    """
 
     spec: TensorSpec
     weight: StoredWeight
     rope_dim: int = 0
+    lender: Checkpoint | None = None
+    row: int = -1
+    values: Floats | None = None
 
     @property
     def source(self) -> SourceTensor:
@@ -89,10 +97,18 @@ class TensorPlan:
     warnings: tuple[str, ...] = ()
 
 
-def plan_tensors(hparams: DraftHparams, checkpoint: Checkpoint) -> TensorPlan:
+def plan_tensors(
+    hparams: DraftHparams,
+    checkpoint: Checkpoint,
+    *,
+    mask: Floats | None = None,
+    tables: Tables | None = None,
+) -> TensorPlan:
     """Match a checkpoint against the schema.
 
-    Raises CheckpointError naming the missing, unknown or misshapen tensors.
+    mask: replaces the mask token's row of the embeddings. tables: the target's, written where the
+    checkpoint has none of its own. Raises CheckpointError naming the missing, unknown or misshapen
+    tensors.
     """
     if not checkpoint.tensors:
         raise CheckpointError("the checkpoint holds no tensors")
@@ -101,7 +117,11 @@ def plan_tensors(hparams: DraftHparams, checkpoint: Checkpoint) -> TensorPlan:
     weights = {_canonical(name): w for name, w in stored.items() if name not in left}
     if len(weights) + len(left) < len(stored):
         raise CheckpointError("the checkpoint holds a tensor twice, under two spellings")
-    _refuse_foreign(checkpoint, weights)
+    lent = {
+        name: w for name, w in (tables.weights if tables else {}).items() if name not in weights
+    }
+    weights |= lent
+    _refuse_foreign(weights)
     _refuse_contradictions(hparams, weights)
     specs = draft_tensors(
         hparams.shape(
@@ -113,7 +133,15 @@ def plan_tensors(hparams: DraftHparams, checkpoint: Checkpoint) -> TensorPlan:
     )
     _refuse_missing(specs, weights)
     _refuse_extra(specs, weights)
-    tensors = tuple(_planned(spec, weights[spec.hf_name], hparams) for spec in specs)
+    tensors = tuple(
+        replace(
+            _planned(spec, weights[spec.hf_name], hparams),
+            lender=tables.checkpoint if tables and spec.hf_name in lent else None,
+            row=hparams.mask_token_id if mask is not None and spec.hf_name == _TABLE else -1,
+            values=mask,
+        )
+        for spec in specs
+    )
     quantized = [tensor.source.dtype for tensor in tensors if not tensor.weight.is_plain]
     method = (hparams.quantization or quantized[0]) if quantized else None
     lines = _warnings(left, ignored)
@@ -170,12 +198,7 @@ def _planned(spec: TensorSpec, weight: StoredWeight, hparams: DraftHparams) -> P
     return PlannedTensor(spec=spec, weight=weight, rope_dim=hparams.head_dim if interleaved else 0)
 
 
-def _refuse_foreign(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
-    if (checkpoint.directory / "mask_embedding.pt").exists():
-        raise CheckpointError(
-            "the checkpoint ships mask_embedding.pt, which cannot be converted yet",
-            "its mask vector replaces a row of the target's embeddings",
-        )
+def _refuse_foreign(weights: Mapping[str, StoredWeight]) -> None:
     for name in weights:
         for part, kind in _FOREIGN:
             if part in name:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash2_gguf.errors import CheckpointError
 
-__all__ = ["TorchState", "open_torch"]
+__all__ = ["TorchState", "load_weights_only", "open_torch"]
 
 # name -> dtype in safetensors' words, shape, bytes
 TorchState = dict[str, tuple[str, tuple[int, ...], np.ndarray[Any, np.dtype[np.uint8]]]]
@@ -23,6 +23,17 @@ def open_torch(path: Path) -> TorchState:
     Raises CheckpointError when torch is missing, the file cannot be read with ``weights_only=True``
     or holds anything but a flat dictionary of tensors.
     """
+    torch, state = load_weights_only(path)
+    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise CheckpointError(f"{path.name} is not a flat dictionary of tensors")
+    return {str(name): _view(path, str(name), tensor) for name, tensor in state.items()}
+
+
+def load_weights_only(path: Path) -> tuple[Any, Any]:
+    """The torch module and the content of ``path``, read without executing code from it.
+
+    Raises CheckpointError when torch is missing or cannot read the file so.
+    """
     try:
         import torch
     except ImportError:
@@ -35,9 +46,7 @@ def open_torch(path: Path) -> TorchState:
     except Exception as error:  # torch raises many kinds for a broken or unsafe file
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"torch cannot read {path.name}: {reason}") from error
-    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise CheckpointError(f"{path.name} is not a flat dictionary of tensors")
-    return {str(name): _view(path, str(name), tensor) for name, tensor in state.items()}
+    return torch, state
 
 
 def _view(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from dflash2_gguf.convert.dequantize import Parts, decode, read_part, row_bytes
-from dflash2_gguf.convert.quantize import Bytes, Floats, encode_rows, rope_halves
+from dflash2_gguf.convert.quantize import Bytes, Floats, encode_rows, rope_halves, to_float32
 from dflash2_gguf.convert.source import Checkpoint, read_tensor
 from dflash2_gguf.convert.tensors import PlannedTensor
 from dflash2_gguf.convert.vocab_map import token_ids
@@ -57,7 +57,11 @@ def transfer(
             write(0, np.frombuffer(raw_ids, dtype=np.uint8))
         return
     name, row, any_value = tensor.source.stored_name, 0, False
-    for raw, values in _values(tensor, checkpoint, pieces):
+    for stored, values in _values(tensor, checkpoint, pieces):
+        raw = stored
+        if row <= tensor.row < row + len(values) and tensor.values is not None:
+            values[tensor.row - row] = _rounded(tensor.values, tensor.source.dtype)
+            raw = None
         if not np.isfinite(values).all():
             raise CheckpointError(f"tensor {name} has NaN or infinite values", _PARTIAL)
         any_value = any_value or bool(values.any())
@@ -72,6 +76,13 @@ def transfer(
         row += len(values)
     if not any_value:
         raise CheckpointError(f"tensor {name} is all zeros", _PARTIAL)
+
+
+def _rounded(values: Floats, dtype: str) -> Floats:
+    """As upstream, which puts the vector into the table and converts that."""
+    if dtype not in ("F16", "BF16"):
+        return values
+    return to_float32(memoryview(encode_rows(values[None], GGMLType[dtype], dtype)), dtype)
 
 
 def _values(

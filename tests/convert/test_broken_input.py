@@ -356,13 +356,6 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
     )
 
 
-def test_mask_embedding_is_refused(checkpoint: Path, target: Path) -> None:
-    (checkpoint / "mask_embedding.pt").write_bytes(b"x")
-    assert attempt(checkpoint, target).message == (
-        "the checkpoint ships mask_embedding.pt, which cannot be converted yet"
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [

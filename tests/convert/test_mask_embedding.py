@@ -1,0 +1,154 @@
+"""A vector for the mask token: the file gets tables of its own, with that row replaced."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from dflash2_gguf.convert.pipeline import make_plan, run
+from dflash2_gguf.errors import CheckpointError
+from dflash2_gguf.presets import load_preset
+from tests.convert import checkpoints
+from tests.convert.hf_targets import write_hf_target
+from tests.convert.test_peer import differing, upstream_convert
+from tests.convert.test_variants import KNOWN_VOCAB, rows, with_tables
+
+MASK = 3
+
+
+def convert(source: Path, target: Path, path: Path, preset: str = "f32") -> dict[str, Any]:
+    plan = make_plan(source, target, [(load_preset(preset), path)])
+    run(plan, force=False, progress=lambda _count: None)
+    return checkpoints.dequantized(gguf.GGUFReader(path))
+
+
+def add_mask(source: Path, *, token: object = MASK, size: int = 32, value: float = 0.3) -> Path:
+    vector = torch.linspace(-1, 1, size) * value
+    torch.save({"mask_token_id": token, "embedding": vector}, source / "mask_embedding.pt")
+    return source
+
+
+def lender(path: Path, *, tied: bool, n_vocab: int = checkpoints.N_VOCAB) -> Path:
+    """A target's GGUF file with a Q8_0 table, and a BF16 head unless they are tied."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(6)
+    writer.add_embedding_length(32)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(n_vocab)])
+    table = gguf.quantize(rows(n_vocab, 32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("token_embd.weight", table, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    if not tied:
+        head = gguf.quantize(rows(n_vocab, 32, seed=9), gguf.GGMLQuantizationType.BF16)
+        writer.add_tensor("output.weight", head, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_of_a_targets_file_are_taken(tied: bool, checkpoint: Path, tmp_path: Path) -> None:
+    target = lender(tmp_path / "target.gguf", tied=tied)
+    found = convert(add_mask(checkpoint), target, tmp_path / "out.gguf")
+    theirs = checkpoints.dequantized(gguf.GGUFReader(target))
+    table = theirs["token_embd.weight"].copy()
+    np.testing.assert_array_equal(
+        found["output.weight"], theirs.get("output.weight", theirs["token_embd.weight"])
+    )
+    table[MASK] = np.linspace(-1, 1, 32, dtype=np.float32) * np.float32(0.3)
+    np.testing.assert_allclose(found["token_embd.weight"], table, rtol=1e-6)
+
+
+def test_a_checkpoints_own_tables_come_first(target: Path, tmp_path: Path) -> None:
+    values = with_tables(checkpoints.tensors(checkpoints.config()))
+    source = add_mask(checkpoints.write_checkpoint(tmp_path / "c", values=values))
+    found = convert(source, target, tmp_path / "out.gguf", "bf16")
+    table = values["embed_tokens.weight"].copy()
+    table[MASK] = torch.linspace(-1, 1, 32).mul(0.3).bfloat16().float().numpy()
+    np.testing.assert_array_equal(found["token_embd.weight"], table)
+    np.testing.assert_array_equal(found["output.weight"], values["lm_head.weight"])
+
+
+@pytest.mark.peer
+@pytest.mark.reference
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_file_equals_upstreams(
+    tied: bool, peer_dir: Path, target_gguf: Path, tmp_path: Path
+) -> None:
+    target = write_hf_target(tmp_path / "hf", target_gguf)
+    config = json.loads((target / "config.json").read_text())
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config |= {**sizes, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    (target / "config.json").write_text(json.dumps(config))
+    tables = {
+        "model.embed_tokens.weight": rows(KNOWN_VOCAB, 32),
+        "lm_head.weight": rows(KNOWN_VOCAB, 32, seed=9),
+    }
+    (target / "model.safetensors").write_bytes(checkpoints.safetensors_bytes(tables))
+    data = checkpoints.config(vocab_size=KNOWN_VOCAB)
+    source = add_mask(checkpoints.write_checkpoint(tmp_path / "c", data=data))
+    theirs = upstream_convert(peer_dir, source, target, "f32", tmp_path / "theirs.gguf")
+    convert(source, target, tmp_path / "ours.gguf")
+    assert differing(tmp_path / "ours.gguf", theirs) == []
+
+
+def refusal(source: Path, target: Path, tmp_path: Path) -> tuple[str, str | None]:
+    with pytest.raises(CheckpointError) as caught:
+        convert(source, target, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+    return caught.value.message, caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"token": 4},
+            "mask_embedding.pt is of token 4, config.json masks with 3",
+        ),
+        (
+            {"size": 16},
+            "mask_embedding.pt has a vector of [16], the hidden size is 32",
+        ),
+        ({"value": float("nan")}, "mask_embedding.pt has NaN or infinite values"),
+        ({"token": "x"}, "mask_embedding.pt has no mask_token_id and embedding"),
+    ],
+)
+def test_a_vector_that_does_not_belong_is_refused(
+    change: dict[str, Any], message: str, checkpoint: Path, target: Path, tmp_path: Path
+) -> None:
+    assert refusal(add_mask(checkpoint, **change), target, tmp_path)[0] == message
+
+
+def test_a_target_without_weights_cannot_lend(
+    checkpoint: Path, target: Path, tmp_path: Path
+) -> None:
+    message, hint = refusal(add_mask(checkpoint), target, tmp_path)
+    assert message == (
+        f"{target} has no token_embd.weight, and the drafter's mask_embedding.pt replaces a "
+        "row of it"
+    )
+    assert hint == (
+        "give the target with its weights: its first GGUF file, or its whole Hugging Face folder"
+    )
+
+
+def test_nothing_in_the_file_is_executed(checkpoint: Path, target: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (shutil.rmtree, (str(tmp_path / "victim"),))
+
+    (tmp_path / "victim").mkdir()
+    (checkpoint / "mask_embedding.pt").write_bytes(pickle.dumps(Evil()))
+    message, _ = refusal(checkpoint, target, tmp_path)
+    assert message.startswith("torch cannot read mask_embedding.pt: ")
+    assert (tmp_path / "victim").is_dir()
