@@ -136,8 +136,10 @@ def test_verbose_names_every_tensor_and_reason(
         (
             ["tiny", "--preset", "bf16"],
             2,
-            "error: a checkpoint is converted for its target\n"
-            "hint: name the target's file with --target\n",
+            (
+                "error: a checkpoint is converted for its target\n"
+                "hint: name the target's file with --target\n"
+            ),
         ),
         (
             ["tiny", "--target", "target.gguf"],
