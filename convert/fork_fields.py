@@ -81,7 +81,7 @@ def _text(item: Scalar) -> str:
         return "true" if item else "false"
     if isinstance(item, float):
         return f"{item:g}"
-    text = str(item)
+    text = str(item) if str(item).isprintable() else repr(item)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -30,8 +30,11 @@ __all__ = [
 ]
 
 _SHOWN = 5
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)$")
+_BLOCK = re.compile(r"blk\.(\d{1,20})\.(.+)$")
 _OLD_FFN_NORM = "post_attention_norm.weight"
+_GROUPS = "groups"
+_MAX_NUMBER = 2**31  # what a file holds is less
+VOCABULARY = "vocabulary"  # rows of the selector's tables
 _GROUPS = "groups"
 VOCABULARY = "vocabulary"  # rows of the selector's tables
 
@@ -87,7 +90,7 @@ def shape_numbers(tensors: Mapping[str, TensorEntry]) -> dict[str, ShapeNumber]:
         entry = tensors.get(tensor_name(hf_name) or "")
         if entry is not None and len(entry.shape) == rank and divisor:
             number, rest = divmod(entry.shape[axis], divisor)
-            if not rest:
+            if not rest and number < _MAX_NUMBER:
                 found[name] = ShapeNumber(number=number, tensor=entry.name)
 
     def number(name: str) -> int:
@@ -111,17 +114,13 @@ def shape_numbers(tensors: Mapping[str, TensorEntry]) -> dict[str, ShapeNumber]:
         found[field.CONV_GROUP_SIZE] = ShapeNumber(number=group, tensor=groups.tensor)
     if field.KEY_LENGTH in found:
         found[field.VALUE_LENGTH] = found[field.KEY_LENGTH]
-    layers = {
-        int(match[1]): entry for name, entry in tensors.items() if (match := _BLOCK.match(name))
-    }
+    layers = [(int(match[1]), name) for name in tensors if (match := _BLOCK.match(name))]
     if layers:
-        last = max(layers)
-        found[field.BLOCK_COUNT] = ShapeNumber(number=last + 1, tensor=layers[last].name)
+        last, name = max(layers)
+        if last >= _MAX_NUMBER:
+            raise CheckpointError(f"tensor {tensors[name].name} is of a layer that cannot exist")
+        found[field.BLOCK_COUNT] = ShapeNumber(number=last + 1, tensor=tensors[name].name)
     return found
-
-
-_GROUPS = "groups"
-VOCABULARY = "vocabulary"  # rows of the selector's tables
 
 
 def check_tensors(path: object, tensors: Mapping[str, TensorEntry], shape: DraftShape) -> None:

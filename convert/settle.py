@@ -31,6 +31,7 @@ _F = Key.Arch
 _CONFIG = "config.json"
 _OTHER_DRAFTER = "give the config.json of the checkpoint this file was made from"
 LAYER_MEANINGS = ("inputs", "outputs")
+_MAX_LAYERS = 512  # llama-hparams.h:LLAMA_MAX_LAYERS
 
 # fixed by the tensors: a config.json that says otherwise is another drafter's
 _SHAPES = {
@@ -154,6 +155,7 @@ def settle(sources: Sources) -> Settled:
     tokenizer, n_vocab = _tokenizer(sources)
     _refuse_missing(sources, fields, layers=layers, mask=mask, n_vocab=n_vocab)
     assert layers is not None and mask is not None and n_vocab is not None
+    _refuse_impossible(fields)
     fields[_F.TARGET_LAYERS] = layers
     _with_sections(sources, fields, removed)
     n_target = _check_numbers(sources, given, fields, n_vocab=n_vocab)
@@ -274,7 +276,8 @@ def _target_layers(
         return None
     own = arch_key(_F.TARGET_LAYERS)
     keys = sorted(found, key=lambda key: key != own)
-    removed.update(dict.fromkeys(keys[1:], f"repeats {keys[0]}"))
+    if keys:
+        removed.update(dict.fromkeys(keys[1:], f"repeats {keys[0]}"))
     kept = next((layers for layers in given if layers.key == own), None)
     if kept is not None and kept.ids == wanted:
         return Field(value=kept.value, old_key=own)
@@ -372,6 +375,17 @@ def _missing_fields(sources: Sources, fields: Mapping[str, Field]) -> Iterator[s
         yield "which layers slide" if _F.SLIDING_WINDOW in fields else "sliding window"
     if _F.ROPE_SCALING_FACTOR in fields and _F.ROPE_SCALING_TYPE not in fields:
         yield "kind of RoPE scaling"
+
+
+def _refuse_impossible(fields: Mapping[str, Field]) -> None:
+    """Numbers that no tensor confirmed may be anything."""
+    for name, what in _SHAPES.items():
+        number = int(fields[name].value.scalar()) if name in fields else 1
+        if number < 1 or (name == _F.BLOCK_COUNT and number > _MAX_LAYERS):
+            raise CheckpointError(
+                f"the file has {number} {what}",
+                "it is damaged or was edited; convert the original checkpoint instead",
+            )
 
 
 def _with_sections(sources: Sources, fields: dict[str, Field], removed: dict[str, str]) -> None:

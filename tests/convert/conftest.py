@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert import checkpoints
+from tests.convert import checkpoints, old_files
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ def checkpoint(tmp_path: Path) -> Path:
 def target(tmp_path: Path) -> Path:
     """The target that belongs to ``checkpoint``."""
     return checkpoints.write_target(tmp_path / "target.gguf")
+
+
+@pytest.fixture
+def good(checkpoint: Path, target: Path, tmp_path: Path) -> Path:
+    """What the converter makes of ``checkpoint``."""
+    return old_files.converted(checkpoint, target, tmp_path / "good.gguf")
 
 
 @pytest.fixture

@@ -14,6 +14,10 @@ from typing import Any
 
 import gguf
 
+from dflash2_gguf.convert.migration import Migration, plan_migration, write_migrated
+from dflash2_gguf.convert.pipeline import make_plan, run
+from dflash2_gguf.presets import load_preset
+
 U32, F32, I32 = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.INT32
 ARRAY = gguf.GGUFValueType.ARRAY
 # the number of the tiny drafter; see checkpoints.config
@@ -185,6 +189,7 @@ KINDS: dict[str, Kind] = {
         },
         adds={"dflash.target_layer_ids": (OUTPUTS, ARRAY, I32)},
     ),
+    "no target layers": Kind(keys=dropped("dflash.target_layers"), needs=("config",)),
     "no mask token": Kind(keys=dropped("tokenizer.ggml.mask_token_id"), needs=("config",)),
     "no window": Kind(keys=dropped(*_WINDOW), needs=("config",)),
     "no causality": Kind(keys=dropped(_CAUSAL), needs=("config",)),
@@ -235,3 +240,20 @@ def write_old(good: Path, path: Path, kind: Kind, *, alignment: int | None = Non
 
 def _item(entry: gguf.ReaderField) -> Any:
     return entry.types[-1] if entry.types[0] is ARRAY else None
+
+
+def converted(source: Path, target: Path, path: Path, preset: str = "bf16") -> Path:
+    """What the converter writes for this drafter."""
+    run(make_plan(source, target, [(load_preset(preset), path)]), force=False, progress=ignore)
+    return path
+
+
+def ignore(_count: int) -> None:
+    """Nobody watches the progress."""
+
+
+def migrated(path: Path, out: Path, **options: Any) -> Migration:
+    """Migrate ``path`` to ``out``."""
+    migration = plan_migration(path, **options)
+    write_migrated(migration, out, force=False, progress=ignore)
+    return migration
