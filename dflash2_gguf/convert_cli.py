@@ -235,7 +235,7 @@ def _migrate(
     as_json: _Json = False,
     verbose: _Verbose = False,
 ) -> _Job:
-    """Rewrite a drafter's older or fork file for llama.cpp, with the same tensor bytes."""
+    """Rewrite an older or fork drafter so that llama.cpp loads it."""
     from dflash2_gguf.convert.migrate import MigrateRequest, migrate
     from dflash2_gguf.convert.ui import Terminal
 
