@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from dflash2_gguf.convert.gguf_reader import read_gguf
+from dflash2_gguf.convert.migration import plan_migration
 from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.presets import load_preset, preset_names
 from tests.convert import checkpoints
@@ -118,6 +119,15 @@ def test_tensors_equal_those_of_upstreams_converter(
 ) -> None:
     path = ours(drafter_dir, target_gguf, [outtype], tmp_path)[outtype]
     assert differing(path, upstream_converted(outtype)) == []
+
+
+@pytest.mark.peer
+@pytest.mark.reference
+def test_file_of_upstreams_converter_needs_no_migration(
+    upstream_converted: Callable[[str], Path], drafter_dir: Path, target_gguf: Path
+) -> None:
+    migration = plan_migration(upstream_converted("bf16"), target=target_gguf, config=drafter_dir)
+    assert (migration.changes, migration.warnings) == ((), ())
 
 
 @pytest.mark.peer
