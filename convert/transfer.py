@@ -82,7 +82,8 @@ def _rounded(values: Floats, dtype: str) -> Floats:
     """As upstream, which puts the vector into the table and converts that."""
     if dtype not in ("F16", "BF16"):
         return values
-    return to_float32(memoryview(encode_rows(values[None], GGMLType[dtype], dtype)), dtype)
+    stored = encode_rows(values[None], GGMLType[dtype], dtype).tobytes()
+    return to_float32(memoryview(stored), dtype)
 
 
 def _values(
