@@ -10,7 +10,7 @@ PATCHTOOL := $(PY) cpp_patches/patchtool.py
 # llama-cpp-python is used for its ctypes layer only; ours is the one llama.cpp that gets compiled
 PIP := PYTHONWARNINGS=ignore CMAKE_ARGS="$(CMAKE_ARGS) -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint build bench bench-peer wheel fork clean
+.PHONY: help demo test lint build bench bench-peer fidelity wheel fork clean
 .PHONY: patches-apply patches-refresh patches-check patches-stats
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make build            the native libraries alone"
 	@echo "make bench            speed per workload and with many requests, into docs/speed.md"
 	@echo "make bench-peer       a short look at speed against the unpatched llama.cpp"
+	@echo "make fidelity         what quantization costs the drafter, into docs/quantization.md"
 	@echo "make wheel            wheels of this package and what it needs, in dist/"
 	@echo "make fork DIR=x       a full patched llama.cpp source tree"
 	@echo "make patches-apply | patches-refresh | patches-check | patches-stats"
@@ -55,6 +56,26 @@ bench bench-peer: $(VENV)/.installed
 	$(PY) -m tests.workloads > build/workloads.jsonl && \
 	$(PY) -m dflash2_gguf.bench --target "$$target" --draft "$$draft" --server "$$server" \
 		--workloads build/workloads.jsonl $(MEASURE) $(ARGS)
+
+# one half of the prompts calibrates, the other judges
+FIDELITY := build/fidelity
+PROMPTS := tests/assets/prompts/prompts.jsonl
+CHECKPOINT := tests/assets/smollm2-135m-dflash2
+PRESETS := $(sort $(patsubst quant_presets/%.toml,%,$(wildcard quant_presets/*.toml)))
+fidelity: $(VENV)/.installed-test
+	@mkdir -p $(FIDELITY)/plain $(FIDELITY)/imatrix
+	@head -n 60 $(PROMPTS) > $(FIDELITY)/judged.jsonl
+	@tail -n 60 $(PROMPTS) > $(FIDELITY)/calibration.jsonl
+	@target=$$($(PY) -m tests.provisions target) && convert="$(BIN)/dflash2-convert" && \
+	from="$$convert $(CHECKPOINT) --target $$target --force" && \
+	$$from $(foreach p,$(PRESETS),--preset $(p)) -o $(FIDELITY)/plain && \
+	$$convert calibrate -m $$target -d $(FIDELITY)/plain/*-BF16.gguf --force \
+		--prompts $(FIDELITY)/calibration.jsonl -o $(FIDELITY)/imatrix.gguf && \
+	$$from $(foreach p,$(filter-out bf16 f16 f32 q8_0,$(PRESETS)),--preset $(p)) \
+		--imatrix $(FIDELITY)/imatrix.gguf -o $(FIDELITY)/imatrix && \
+	$$convert fidelity -m $$target --prompts $(FIDELITY)/judged.jsonl \
+		--plot docs/quantization.svg --page docs/quantization.md $(ARGS) \
+		$(FIDELITY)/plain/*-BF16.gguf $$(ls -S $(FIDELITY)/plain/* $(FIDELITY)/imatrix/* | grep -v BF16)
 
 wheel: $(VENV)/.tools
 	$(PIP) wheel --wheel-dir dist .

@@ -24,7 +24,7 @@ from dflash2_gguf.errors import DFlash2Error, UsageError
 __all__ = ["main"]
 
 _Job = Callable[[], int]
-_COMMANDS = ("convert", "inspect", "check", "migrate", "presets", "calibrate")
+_COMMANDS = ("convert", "inspect", "check", "migrate", "presets", "calibrate", "fidelity")
 _PROGRAM = "dflash2-convert"
 
 
@@ -95,6 +95,7 @@ def _parse(words: list[str]) -> _Job:
     app.command("migrate")(_migrate)
     app.command("presets")(_presets)
     app.command("calibrate")(_calibrate)
+    app.command("fidelity")(_fidelity)
     try:
         job = app(_with_command(words), prog_name=_PROGRAM, standalone_mode=False)
     except _parser_error() as error:
@@ -311,6 +312,49 @@ def _calibrate(
         as_json=as_json,
     )
     return partial(calibrate, launch, settings, Terminal())
+
+
+def _fidelity(
+    drafts: Annotated[
+        list[Path], typer.Argument(metavar="DRAFT", help="Drafters, the reference first.")
+    ],
+    model: options.Model = None,
+    prompts: options.Prompts = None,
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
+    ] = 48,
+    ctx_size: options.CtxSize = None,
+    threads: options.Threads = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take texts as they are, not as messages of a chat.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw acceptance against size, PNG or SVG."),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--page", metavar="FILE", help="Write a page of markdown.")
+    ] = None,
+    as_json: _Json = False,
+    verbose: options.Verbose = False,
+) -> _Job:
+    """Measure what quantization costs a drafter."""
+    from dflash2_gguf.fidelity import FidelitySettings
+    from dflash2_gguf.fidelity_report import Report, fidelity
+    from dflash2_gguf.prompts import read_prompts
+    from dflash2_gguf.ui import Terminal
+
+    settings = FidelitySettings(
+        target=_given(model, "target", "name its GGUF file with -m"),
+        drafts=tuple(drafts),
+        prompts=read_prompts(_given(prompts, "file of prompts", "name it with --prompts")),
+        max_tokens=max_tokens,
+        n_ctx=ctx_size,
+        n_threads=threads,
+        raw=raw,
+        verbose=verbose,
+    )
+    return partial(fidelity, settings, Report(plot=plot, page=page, as_json=as_json), Terminal())
 
 
 def _given(path: Path | None, what: str, hint: str) -> Path:

@@ -22,7 +22,15 @@ from dflash2_gguf.native import MemoryStruct, SessionParams, api, check
 from dflash2_gguf.pair import check_complete, check_headers, check_target
 from dflash2_gguf.stats import Memory
 
-__all__ = ["Model", "Progress", "measure", "memory_from", "open_pair", "open_unloaded"]
+__all__ = [
+    "Model",
+    "Progress",
+    "measure",
+    "memory_from",
+    "open_drafter",
+    "open_pair",
+    "open_unloaded",
+]
 
 # called with 0..1 while the target's weights are read
 Progress = Callable[[float], None]
@@ -73,6 +81,18 @@ def open_pair(
         if drafter is not None:
             drafter.close()
         raise
+
+
+def open_drafter(path: Path, target: Model) -> Model:
+    """Load one more drafter of a loaded target. Raises as ``open_pair``."""
+    _check_files(target.path, path)
+    drafter = _load(path)
+    try:
+        _require_pair(target, drafter)
+    except BaseException:
+        drafter.close()
+        raise
+    return drafter
 
 
 @contextmanager

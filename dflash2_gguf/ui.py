@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -59,6 +59,16 @@ class Terminal:
         for name, value in rows.items():
             self._say("note", f"{name:<{width}}  {value}", label=False)
 
+    def grid(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table as data: drawn on a terminal, columns of text elsewhere."""
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            _draw(head, rows)
+            return
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        for row in (head, *rows):
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            self.write("  ".join(cells).rstrip() + "\n")
+
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[float], None]]:
         """A bar for a task that reports 0..1; nothing in a pipe."""
@@ -81,6 +91,20 @@ class Terminal:
         line = Text(start, style=_STYLES[kind])
         line.append(text, style="" if label else _STYLES[kind])
         _console().print(line, soft_wrap=True)
+
+
+def _draw(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE)
+    for index, name in enumerate(head):
+        table.add_column(Text(name), justify="right" if index else "left", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(highlight=False, markup=False).print(table)
 
 
 def _console() -> Any:
