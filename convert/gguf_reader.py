@@ -176,12 +176,13 @@ class _Cursor:
         if kind in SCALARS:
             self.skip(struct.calcsize(SCALARS[kind]) * count, what)
             return
-        for _ in range(count):
-            if kind is ValueType.ARRAY:
-                inner = self.kind(what)
-                self.skip_items(inner, self.number("<Q", what), what, depth + 1)
-            else:
+        if kind is ValueType.STRING:
+            for _ in range(count):
                 self.skip(self.number("<Q", what), what)
+            return
+        for _ in range(count):
+            inner = self.kind(what)
+            self.skip_items(inner, self.number("<Q", what), what, depth + 1)
 
     def tensors(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         for _ in range(count):
