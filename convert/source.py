@@ -202,7 +202,7 @@ def read_tensor(checkpoint: Checkpoint, tensor: SourceTensor) -> memoryview:
     """All bytes of one small tensor; CheckpointError when the file ends before it does."""
     if checkpoint.kind == "torch":
         state = open_torch(checkpoint.directory / tensor.file)
-        return memoryview(state[tensor.stored_name][2]).cast("B")
+        return state[tensor.stored_name][2].data
     pieces = list(read_pieces(checkpoint, tensor, max(1, tensor.nbytes)))
     return pieces[0] if pieces else memoryview(b"")
 
