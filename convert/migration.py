@@ -115,6 +115,8 @@ def plan_migration(
     Raises CheckpointError for files that are no DFlash drafter, are damaged, or lack what neither
     they nor ``target`` nor ``config`` say; PairError for another drafter's target.
     """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder", "a checkpoint is converted, not migrated")
     header = read_gguf(path)
     arch = _architecture(header)
     sources = Sources(

@@ -334,6 +334,13 @@ def test_target_of_another_drafter_is_refused(
 _WITH_MASK = {"tokenizer.ggml.mask_token_id": "tokenizer.ggml.mask_token_id"}
 
 
+def test_checkpoint_is_not_a_file_to_migrate(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        plan_migration(checkpoint)
+    assert caught.value.message == f"{checkpoint} is a folder"
+    assert caught.value.hint == "a checkpoint is converted, not migrated"
+
+
 def test_overlapping_tensors_are_refused(good: Path, tmp_path: Path) -> None:
     old = write_old(good, tmp_path / "old.gguf", KINDS["no causality"])
     raw = bytearray(old.read_bytes())
