@@ -24,7 +24,7 @@ from dflash2_gguf.errors import DFlash2Error, UsageError
 __all__ = ["main"]
 
 _Job = Callable[[], int]
-_COMMANDS = ("convert", "inspect", "check", "migrate", "presets", "calibrate", "fidelity")
+_COMMANDS = ("convert", "inspect", "check", "migrate", "pack", "presets", "calibrate", "fidelity")
 _PROGRAM = "dflash2-convert"
 
 
@@ -93,6 +93,7 @@ def _parse(words: list[str]) -> _Job:
     app.command("inspect")(_inspect)
     app.command("check")(_check)
     app.command("migrate")(_migrate)
+    app.command("pack")(_pack)
     app.command("presets")(_presets)
     app.command("calibrate")(_calibrate)
     app.command("fidelity")(_fidelity)
@@ -252,6 +253,59 @@ def _migrate(
         verbose=verbose,
     )
     return partial(migrate, request, Terminal())
+
+
+def _pack(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="Checkpoint folder of the drafter, or its GGUF file."),
+    ],
+    preset: Annotated[
+        list[str],
+        typer.Option("--preset", metavar="P", help="Recipe, see `presets`; one file each."),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="The folder, a new one.")
+    ],
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--target",
+            metavar="T",
+            help="The target of a checkpoint: a GGUF file, or its Hugging Face folder.",
+        ),
+    ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option("--imatrix", metavar="FILE", help="Importance matrix for the quantizers."),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured", metavar="FILE", help="Output of `fidelity --json`, for the card's table."
+        ),
+    ] = None,
+    may_share: Annotated[
+        bool,
+        typer.Option(
+            "--may-share", help="You have the right to share what the licence says must not be."
+        ),
+    ] = False,
+) -> _Job:
+    """Make the folder to upload: files, checksums, model card."""
+    from dflash2_gguf.convert.pack import PackRequest, pack
+    from dflash2_gguf.convert.ui import Terminal
+
+    request = PackRequest(
+        source=source,
+        target=target,
+        presets=tuple(preset),
+        output=output,
+        imatrix=imatrix,
+        measured=measured,
+        may_share=may_share,
+    )
+    return partial(pack, request, Terminal())
 
 
 def _presets(as_json: _Json = False) -> _Job:
