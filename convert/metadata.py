@@ -24,9 +24,12 @@ from dflash2_gguf.gguf_schema import (
 from dflash2_gguf.presets import Preset
 
 __all__ = [
+    "NON_COMMERCIAL",
+    "NO_DERIVATIVES",
     "Provenance",
     "build_metadata",
     "imatrix_metadata",
+    "licence_limits",
     "licence_warning",
     "provenance_of",
     "read_provenance",
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 _MODEL_TYPE = "model"
+NON_COMMERCIAL = "non-commercial use only"
+NO_DERIVATIVES = "a converted file must not be shared"
 _UNKNOWN_HASH = "0" * 64
 
 
@@ -98,15 +103,21 @@ def provenance_of(facts: Mapping[str, Any]) -> Provenance:
     )
 
 
-def licence_warning(provenance: Provenance) -> str | None:
-    """One line for licences that forbid what people do with converted files, None for others."""
+def licence_limits(provenance: Provenance) -> tuple[str, ...]:
+    """What a licence forbids of what people do with converted files, as far as its name says."""
     named = (provenance.licence, provenance.licence_name)
     words = re.split(r"[^a-z]+", " ".join(text for text in named if text).lower())
     limits = []
     if "nc" in words or "noncommercial" in words:
-        limits.append("non-commercial use only")
+        limits.append(NON_COMMERCIAL)
     if "nd" in words or "noderivatives" in words:
-        limits.append("a converted file must not be shared")
+        limits.append(NO_DERIVATIVES)
+    return tuple(limits)
+
+
+def licence_warning(provenance: Provenance) -> str | None:
+    """One line for a licence with limits, None for others."""
+    limits = licence_limits(provenance)
     if not limits:
         return None
     licence = provenance.licence_name or provenance.licence

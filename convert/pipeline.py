@@ -22,6 +22,7 @@ from dflash2_gguf.convert.hparams import read_hparams
 from dflash2_gguf.convert.imatrix import ImportanceMatrix, read_imatrix
 from dflash2_gguf.convert.mask_embedding import lend_tables, read_mask
 from dflash2_gguf.convert.metadata import (
+    Provenance,
     build_metadata,
     imatrix_metadata,
     licence_warning,
@@ -87,6 +88,7 @@ class Origin:
 
     name: str
     target: str
+    provenance: Provenance
     n_layer: int
     n_vocab: int
     gqa: int
@@ -191,6 +193,7 @@ def _from_checkpoint(source: Path, target_path: Path | None) -> _Source:
     origin = Origin(
         name=provenance.name,
         target=target.name,
+        provenance=provenance,
         n_layer=hparams.n_layer,
         n_vocab=hparams.n_vocab,
         gqa=hparams.n_head // hparams.n_head_kv,
@@ -211,6 +214,7 @@ def _from_gguf(source: Path, target_path: Path | None) -> _Source:
     origin = Origin(
         name=str(facts["name"] or source.stem),
         target=str(facts["target"] or "unknown"),
+        provenance=provenance_of(facts),
         n_layer=facts["layers"],
         n_vocab=facts["vocabulary"],
         gqa=max(1, facts["heads"] // facts["kv_heads"]),
