@@ -18,7 +18,7 @@ from tests.convert.conftest import Program
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("command", ["", "convert", "inspect", "check", "presets"])
+@pytest.mark.parametrize("command", ["", "convert", "inspect", "check", "pack", "presets"])
 def test_help_is_golden(program: Program, command: str) -> None:
     done = program(*command.split(), "--help")
     assert done.out == (GOLDEN / f"help-{command or 'program'}.txt").read_text()
