@@ -313,6 +313,14 @@ def test_dry_run_lists_and_writes_nothing(good: Path, program: Program, tmp_path
     assert not (tmp_path / "old-migrated.gguf").exists()
 
 
+def test_verbose_names_every_tensor(good: Path, program: Program, tmp_path: Path) -> None:
+    write_old(good, tmp_path / "old.gguf", KINDS["dflash, dotted names"])
+    done = program("migrate", "old.gguf", "--dry-run", "-v")
+    lines = [line for line in done.err.splitlines() if line.endswith(" bytes copied")]
+    assert len(lines) == 36
+    assert lines[0] == "fc.weight: BF16, 4096 bytes copied"
+
+
 def test_json_result_is_complete(good: Path, program: Program, tmp_path: Path) -> None:
     write_old(good, tmp_path / "old.gguf", KINDS["dflash, ids of outputs"])
     done = program("migrate", "old.gguf", "-o", "new.gguf", "--json")
