@@ -1,4 +1,4 @@
-"""``dflash2-convert check``: does a drafter fit a target, told from headers?"""
+"""``dflash2-convert check``: does a drafter fit a target, told from headers or by a short run?"""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dflash2_gguf.check_both import last_fact, pair_facts, target_fact
 from dflash2_gguf.check_draft import draft_facts
-from dflash2_gguf.check_fact import Fact, Verdict, from_error
+from dflash2_gguf.check_fact import Fact, Verdict, from_error, note
 from dflash2_gguf.check_files import open_draft, open_target_file
 from dflash2_gguf.convert.ui import Terminal
-from dflash2_gguf.errors import DFlash2Error
+from dflash2_gguf.errors import DFlash2Error, UsageError
 
 __all__ = ["CheckRequest", "check", "find_facts"]
 
@@ -27,11 +27,22 @@ class CheckRequest:
     target: Path
     draft: Path
     as_json: bool = False
+    run: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        for path in (self.target, self.draft):
+            if self.run and path.is_dir():
+                raise UsageError(f"--run needs GGUF files, {path} is a folder", "convert it first")
 
 
 def check(request: CheckRequest, terminal: Terminal) -> int:
     """Print every fact; 1 when one of them is an error, else 0."""
-    facts = find_facts(request.target, request.draft)
+    facts = list(find_facts(request.target, request.draft))
+    kept: dict[str, Any] | None = None
+    if request.run:
+        found, kept = _run(request, facts)
+        facts += found
     worst = _worst(facts)
     if request.as_json:
         terminal.json(
@@ -40,11 +51,26 @@ def check(request: CheckRequest, terminal: Terminal) -> int:
                 "draft": str(request.draft),
                 "verdict": worst.value,
                 "facts": [fact.as_dict() for fact in facts],
+                "run": kept,
             }
         )
     else:
         _print(facts, terminal)
     return 1 if worst is Verdict.ERROR else 0
+
+
+def _run(request: CheckRequest, facts: Sequence[Fact]) -> tuple[list[Fact], dict[str, Any] | None]:
+    """The runtime and its libraries are loaded for this alone."""
+    if _worst(facts) is Verdict.ERROR:
+        why = "not run: the headers say already that the pair does not work"
+        return [note("run", why, "see the errors above")], None
+    from dflash2_gguf.check_run import run_pair
+    from dflash2_gguf.engine import echo_log
+
+    if request.verbose:
+        echo_log()
+    found, kept = run_pair(request.target, request.draft)
+    return found, None if kept is None else kept.as_dict()
 
 
 def find_facts(target_path: Path, draft_path: Path) -> tuple[Fact, ...]:

@@ -10,7 +10,6 @@ from dflash2_gguf.check_fact import Fact, error, from_error, note, ok, warning
 from dflash2_gguf.check_files import DraftFile, TargetFile
 from dflash2_gguf.convert.pipeline import make_plan
 from dflash2_gguf.errors import DFlash2Error
-from dflash2_gguf.gguf_header import read_header
 from dflash2_gguf.gguf_schema import Key, Name
 from dflash2_gguf.known_models import (
     NO_ROLLBACK,
@@ -25,6 +24,8 @@ __all__ = ["last_fact", "pair_facts", "target_fact"]
 
 _OTHER = "give the target the drafter was trained for, or convert the drafter of this target"
 _ASK_GRAPH = "only its graph can tell: --run asks it, and so does loading the pair"
+_OUTPUTS = "`dflash2-convert migrate --layer-ids outputs` corrects them"
+_SECTIONS = "`dflash2-convert migrate --target TARGET` corrects them without touching the tensors"
 _MAX_RENAMED = 0.01  # as in pair.py: converters name unused tokens differently
 
 
@@ -61,8 +62,8 @@ def last_fact(target: TargetFile, draft: DraftFile) -> Fact:
         if draft.header is None:
             make_plan(draft.path, target.path, ())
             return ok("converting", "nothing that `dflash2-convert` would refuse")
-        if target.parts:
-            check_headers(read_header(target.path), read_header(draft.path))
+        if target.first is not None and draft.first is not None:
+            check_headers(target.first, draft.first)
     except DFlash2Error as problem:
         return from_error("converting" if draft.header is None else "loading", problem)
     return ok("loading", "nothing in the headers that `dflash2-run` would refuse")
@@ -163,7 +164,7 @@ def _mask(target: TargetFile, draft: DraftFile) -> Fact:
             f"id {mask} is drafted from, the target has embeddings for 0 to {rows - 1}",
             _OTHER,
         )
-    text = target.tokens.items()[mask]
+    text = target.token(mask)
     what = ", one of the rows without text" if mask >= rows - target.n_padding else ""
     return ok("mask token", f"{mask}, {text!r}{what}")
 
@@ -181,7 +182,7 @@ def _layers(target: TargetFile, draft: DraftFile) -> Fact:
             name,
             f"outputs of {shown} are read, and there is none before 0: the file counts layer "
             "outputs where inputs are meant, so all are one too low",
-            "`dflash2-convert migrate` corrects them",
+            _OUTPUTS,
         )
     if max(ids) >= n_layer:
         again = ": 1 was added once more than it should be" if shift else ""
@@ -240,21 +241,21 @@ def _sections(target: TargetFile, draft: DraftFile) -> Fact:
             name,
             "the target rotates by sections (M-RoPE), the drafter states none: an image in the "
             "prompt ends drafting",
-            MIGRATE,
+            _SECTIONS,
         )
     if not needed:
         if found and any(found):
             return warning(
                 name,
                 "the drafter states sections, the target has no M-RoPE: is it the right target?",
-                "convert the drafter for this target",
+                _SECTIONS,
             )
         return ok(name, "none, as in the target")
     if found and any(found[1:]):
         return warning(
             name,
             f"{_listed(found)}: only the first may be there, drafters rotate by time",
-            "convert the drafter again",
+            _SECTIONS,
         )
     return ok(name, f"{_listed(found or [])}, by time only")
 

@@ -15,7 +15,8 @@ from dflash2_gguf.known_models import Release, find_release
 __all__ = ["CONVERT", "MIGRATE", "draft_facts"]
 
 CONVERT = "convert the drafter's checkpoint again with `dflash2-convert`"
-MIGRATE = "`dflash2-convert migrate` adds it without touching the tensors"
+MIGRATE = "`dflash2-convert migrate --config config.json` adds it without touching the tensors"
+_CORRECT = "`dflash2-convert migrate --config config.json` corrects it"
 
 _MAX_BLOCK = 32  # DFLASH2_MAX_DRAFT
 # what converters write who did not find a base: llama.cpp's own default, and that of others
@@ -84,7 +85,7 @@ def _tensors(draft: DraftFile) -> Iterator[Fact]:
 def _block(facts: Mapping[str, Any]) -> Fact:
     size = facts["block_size"]
     if size is None:
-        return error("block size", f"the file has no {arch_key(Key.Arch.BLOCK_SIZE)}", CONVERT)
+        return error("block size", f"the file has no {arch_key(Key.Arch.BLOCK_SIZE)}", MIGRATE)
     if not 2 <= size <= _MAX_BLOCK:
         return error("block size", f"{size} tokens, it can be 2 to {_MAX_BLOCK}", CONVERT)
     return ok("block size", f"{size}: a token and {size - 1} drafted after it")
@@ -193,7 +194,7 @@ def _rope_base(draft: DraftFile) -> Fact:
         return error(
             "rope base",
             "not given: llama.cpp then takes 10000, whatever the drafter was trained with",
-            CONVERT,
+            MIGRATE,
         )
     if not (math.isfinite(base) and base > 0):
         return error("rope base", f"{base:g}, it must be positive", CONVERT)
@@ -207,7 +208,7 @@ def _rope_base(draft: DraftFile) -> Fact:
             "rope base",
             f"{base:g}, which is also what converters write that find none; "
             "the file does not say where it is from",
-            "compare with rope_theta in the checkpoint's config.json, or convert it again",
+            "compare with rope_theta in the checkpoint's config.json; " + _CORRECT,
         )
     return note(
         "rope base",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +12,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from dflash2_gguf.convert.fork_names import DRAFT_ARCHITECTURES, OTHER_ARCHITECTURES
+from dflash2_gguf.convert.fork_tensors import rename_tensors
 from dflash2_gguf.convert.gguf_facts import gguf_facts, tensor_problems
 from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry, read_gguf
 from dflash2_gguf.convert.gguf_values import Value
@@ -20,23 +22,30 @@ from dflash2_gguf.convert.source import open_checkpoint, read_json
 from dflash2_gguf.convert.target import Target, open_target
 from dflash2_gguf.convert.tensors import plan_tensors
 from dflash2_gguf.errors import CheckpointError, DFlash2Error, PairError
-from dflash2_gguf.gguf_header import read_header
-from dflash2_gguf.gguf_schema import ARCHITECTURE, GGMLType, Key, TokenType, arch_key
+from dflash2_gguf.gguf_header import Header, read_header
+from dflash2_gguf.gguf_schema import ARCHITECTURE, GGMLType, Key, TokenType, ValueType, arch_key
 from dflash2_gguf.known_models import HF_ARCHITECTURES
 from dflash2_gguf.pair import check_target, split_parts
 
 __all__ = ["DraftFile", "TargetFile", "open_draft", "open_target_file", "tensor_bytes"]
 
+_LENGTH = struct.Struct("<Q")
+_OTHER_KIND = "llama.cpp's DFlash graph has no place for them; take a DFlash 2 drafter"
 _CUT = "the download probably stopped half-way: fetch the file again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFile:
-    """A target: ``parts`` are the headers of its files, none for a Hugging Face folder."""
+    """A target: ``parts`` are the headers of its files, none for a Hugging Face folder.
+
+    n_padding: rows at the end of the vocabulary that have no text. first: as the runtime reads it.
+    """
 
     path: Path
     model: Target
+    n_padding: int
     parts: tuple[GGUFHeader, ...] = ()
+    first: Header | None = None
 
     @property
     def arch(self) -> str | None:
@@ -48,6 +57,14 @@ class TargetFile:
         """The token texts."""
         return self.model.tokenizer[Key.TOKENS]
 
+    def token(self, index: int) -> str:
+        """One token's text; a whole vocabulary takes long to decode."""
+        raw, at = self.tokens.raw, 0
+        for _ in range(index):
+            at += 8 + _LENGTH.unpack_from(raw, at)[0]
+        length = _LENGTH.unpack_from(raw, at)[0]
+        return raw[at + 8 : at + 8 + length].decode("utf-8", errors="replace")
+
     def tensor_shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor, slowest dimension first; None when there is none."""
         found = (part.tensors[name].shape for part in self.parts if name in part.tensors)
@@ -55,40 +72,31 @@ class TargetFile:
 
     def integer(self, field: str) -> int | None:
         """A number of the architecture, None where there is none or no GGUF file."""
-        return self._first.integer(arch_key(field, arch=self.model.arch)) if self.parts else None
+        return self.parts[0].integer(arch_key(field, arch=self.model.arch)) if self.parts else None
 
-    def number(self, field: str) -> float | None:
-        """The same for a number that need not be whole."""
-        value = self._first.scalar(arch_key(field, arch=self.model.arch)) if self.parts else None
-        return float(value) if isinstance(value, int | float) else None
 
-    @property
-    def n_padding(self) -> int:
-        """Rows at the end of the vocabulary that have no text."""
-        types = self.model.tokenizer.get(Key.TOKEN_TYPES)
-        count = 0
-        for kind in reversed(types.items() if types else []):
-            if kind != TokenType.UNUSED:
-                break
-            count += 1
-        return count
-
-    @property
-    def _first(self) -> GGUFHeader:
-        return self.parts[0]
+def _padding(model: Target) -> int:
+    types = model.tokenizer.get(Key.TOKEN_TYPES)
+    if types is None or types.item is not ValueType.INT32:
+        return 0
+    kinds = struct.unpack(f"<{types.count}i", types.raw)
+    return next(
+        (n for n, kind in enumerate(reversed(kinds)) if kind != TokenType.UNUSED), len(kinds)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftFile:
     """A drafter: ``facts`` as ``inspect`` names them, ``tensor_faults`` by kind of fault.
 
-    header: None for a checkpoint folder.
+    header: None for a checkpoint folder. first: the same as the runtime reads it.
     """
 
     path: Path
     facts: Mapping[str, Any]
     tensor_faults: Mapping[str, DFlash2Error]
     header: GGUFHeader | None = None
+    first: Header | None = None
 
 
 def open_target_file(path: Path) -> TargetFile:
@@ -98,13 +106,13 @@ def open_target_file(path: Path) -> TargetFile:
     """
     model = open_target(path)
     if path.is_dir():
-        return TargetFile(path=path, model=model)
+        return TargetFile(path=path, model=model, n_padding=_padding(model))
     first = read_header(path)
     parts = tuple(read_gguf(part) for part in split_parts(first))
     check_target(first)
     for part in parts:
         _require_complete(part)
-    return TargetFile(path=path, model=model, parts=parts)
+    return TargetFile(path=path, model=model, n_padding=_padding(model), parts=parts, first=first)
 
 
 def open_draft(path: Path) -> DraftFile:
@@ -128,6 +136,7 @@ def open_draft(path: Path) -> DraftFile:
             for kind, line in tensor_problems(header, facts).items()
         },
         header=header,
+        first=read_header(path),
     )
 
 
@@ -149,12 +158,22 @@ def _refuse_others(header: GGUFHeader) -> None:
             f"{header.path} is not a drafter: its architecture is {arch!r}",
             "are target and drafter swapped?",
         )
+    try:
+        ours = rename_tensors(header, ARCHITECTURE)
+    except CheckpointError as error:
+        raise CheckpointError(f"{header.path}: {error.message}", _OTHER_KIND) from error
+    foreign = [name for name in header.tensors if name not in ours]
+    if foreign:
+        raise CheckpointError(
+            f"{header.path} has tensor names of a fork, such as {foreign[0]}",
+            "`dflash2-convert migrate` makes it a file that llama.cpp loads, and check that one",
+        )
 
 
 _TENSOR_HINTS = {
     "incomplete": "convert the drafter's checkpoint again",
     "missing": "llama.cpp refuses the file; convert the whole checkpoint again",
-    "unknown": "they belong to another kind of drafter; convert its checkpoint with this version",
+    "unknown": _OTHER_KIND,
     "misshapen": "metadata and tensors are of two drafters; convert the checkpoint again",
     "mistyped": "llama.cpp runs norms and convolution bases in F32 only; convert again",
 }

@@ -201,13 +201,20 @@ def _check(
     draft: Annotated[
         Path, typer.Argument(metavar="DRAFT", help="GGUF file of a drafter, or its checkpoint.")
     ],
+    run: Annotated[
+        bool, typer.Option("--run", help="Draft for some built-in prompts and judge what is kept.")
+    ] = False,
     as_json: _Json = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show tracebacks, and llama.cpp's log of --run.")
+    ] = False,
 ) -> _Job:
     """Tell whether a drafter fits a target."""
     from dflash2_gguf.check import CheckRequest, check
     from dflash2_gguf.convert.ui import Terminal
 
-    return partial(check, CheckRequest(target=target, draft=draft, as_json=as_json), Terminal())
+    request = CheckRequest(target=target, draft=draft, run=run, as_json=as_json, verbose=verbose)
+    return partial(check, request, Terminal())
 
 
 def _migrate(

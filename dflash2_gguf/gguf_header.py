@@ -32,6 +32,7 @@ _SCALARS = {
     ValueType.INT64: "q",
     ValueType.FLOAT64: "d",
 }
+_LENGTH = struct.Struct("<Q")
 T = TypeVar("T")
 
 
@@ -163,12 +164,14 @@ class _Reader:
         return text
 
     def strings(self, count: int) -> StringArray:
-        start = self.at
-        for _ in range(count):
-            length = self.unsigned("Q")
-            self._require(length)
-            self.at += length
-        return StringArray(count, self._data[start : self.at])
+        start = at = self.at
+        read, data, end = _LENGTH.unpack_from, self._data, len(self._data)
+        for _ in range(count):  # a vocabulary has hundreds of thousands
+            at = at + 8 + read(data, at)[0] if at + 8 <= end else end + 1
+            if at > end:
+                self._require(at - self.at)
+        self.at = at
+        return StringArray(count, data[start:at])
 
     def _require(self, size: int) -> None:
         if size > len(self._data) - self.at:

@@ -19,7 +19,16 @@ MODULES = {
 }
 SUBCOMMANDS = {
     "dflash2-run": {"generate", "plan", "prove"},
-    "dflash2-convert": {"calibrate", "convert", "fidelity", "inspect", "migrate", "pack", "presets"},
+    "dflash2-convert": {
+        "calibrate",
+        "check",
+        "convert",
+        "fidelity",
+        "inspect",
+        "migrate",
+        "pack",
+        "presets",
+    },
     "patchtool.py": {"apply", "bump"},
 }
 

@@ -14,7 +14,8 @@ from dflash2_gguf.check_fact import Fact, Verdict
 from tests.convert.pairs import Edit, edit, write_right_drafter, write_right_target
 
 CONVERT = "convert the drafter's checkpoint again with `dflash2-convert`"
-MIGRATE = "`dflash2-convert migrate` adds it without touching the tensors"
+MIGRATE = "`dflash2-convert migrate --config config.json` adds it without touching the tensors"
+SECTIONS = "`dflash2-convert migrate --target TARGET` corrects them without touching the tensors"
 OTHER = "give the target the drafter was trained for, or convert the drafter of this target"
 ANOTHER_TARGET = "take another target"
 OF_TWO = "metadata and tensors are of two drafters; convert the checkpoint again"
@@ -65,7 +66,7 @@ GUESSED_BASE: Found = (
         "10000, which is also what converters write that find none; "
         "the file does not say where it is from"
     ),
-    f"{CONFIG.format('rope_theta')}, or convert it again",
+    f"{CONFIG.format('rope_theta')}; `dflash2-convert migrate --config config.json` corrects it",
 )
 
 
@@ -191,12 +192,41 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
     ),
     "unknown tensors": (
         {},
-        Edit(add={"blk.0.attn_gate.weight": (4, 32)}),
+        Edit(add={"blk.0.attn_q_a.weight": (4, 32)}),
         [
             error(
                 "tensors",
-                "unknown tensors: blk.0.attn_gate.weight",
-                "they belong to another kind of drafter; convert its checkpoint with this version",
+                "unknown tensors: blk.0.attn_q_a.weight",
+                "llama.cpp's DFlash graph has no place for them; take a DFlash 2 drafter",
+            )
+        ],
+    ),
+    "tensors of another kind of drafter": (
+        {},
+        Edit(add={"blk.0.attn_gate.weight": (4, 32)}),
+        [
+            error(
+                "drafter",
+                "wrong.gguf: tensor blk.0.attn_gate.weight belongs to a Laguna drafter (attention "
+                "gates)",
+                "llama.cpp's DFlash graph has no place for them; take a DFlash 2 drafter",
+            )
+        ],
+    ),
+    "tensor names of a fork": (
+        {},
+        Edit(
+            rename={
+                "fc.weight": "dflash_fc.weight",
+                "selector_hidden.weight": "selector_hproj.weight",
+            }
+        ),
+        [
+            error(
+                "drafter",
+                "wrong.gguf has tensor names of a fork, such as dflash_fc.weight",
+                "`dflash2-convert migrate` makes it a file that llama.cpp loads, and check that "
+                "one",
             )
         ],
     ),
@@ -248,7 +278,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
     "no block size": (
         {},
         Edit(set={"dflash.block_size": None}),
-        [error("block size", "the file has no dflash.block_size", CONVERT)],
+        [error("block size", "the file has no dflash.block_size", MIGRATE)],
     ),
     "a block of one": (
         {},
@@ -353,7 +383,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
             error(
                 "rope base",
                 "not given: llama.cpp then takes 10000, whatever the drafter was trained with",
-                CONVERT,
+                MIGRATE,
             )
         ],
     ),
@@ -469,7 +499,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
                 "target layers",
                 "outputs of -1, 1 are read, and there is none before 0: the file counts layer "
                 "outputs where inputs are meant, so all are one too low",
-                "`dflash2-convert migrate` corrects them",
+                "`dflash2-convert migrate --layer-ids outputs` corrects them",
             )
         ],
     ),
@@ -565,7 +595,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
                 "rope sections",
                 "the target rotates by sections (M-RoPE), the drafter states none: an image in "
                 "the prompt ends drafting",
-                MIGRATE,
+                SECTIONS,
             )
         ],
     ),
@@ -576,7 +606,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
             warning(
                 "rope sections",
                 "the drafter states sections, the target has no M-RoPE: is it the right target?",
-                "convert the drafter for this target",
+                SECTIONS,
             )
         ],
     ),
@@ -587,7 +617,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
             warning(
                 "rope sections",
                 "2/1/1/0: only the first may be there, drafters rotate by time",
-                "convert the drafter again",
+                SECTIONS,
             )
         ],
     ),

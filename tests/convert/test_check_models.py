@@ -527,5 +527,30 @@ def test_json_has_every_fact(tmp_path: Path, drafter: Path, program: Program) ->
         "draft": "drafter.gguf",
         "verdict": "error",
         "facts": facts,
+        "run": None,
     }
     assert (done.code, done.err) == (1, "")
+
+
+def test_folders_cannot_be_run(tmp_path: Path, drafter: Path, program: Program) -> None:
+    checkpoints.write_checkpoint(tmp_path / "tiny")
+    write_right_target(tmp_path / "target.gguf")
+    done = program("check", "target.gguf", "tiny", "--run")
+    assert done.err == ("error: --run needs GGUF files, tiny is a folder\nhint: convert it first\n")
+    assert (done.code, done.out) == (2, "")
+
+
+def test_a_pair_that_cannot_work_is_not_run(
+    tmp_path: Path, drafter: Path, program: Program
+) -> None:
+    write_right_target(tmp_path / "target.gguf", n_embd=64)
+    done = program("check", "target.gguf", "drafter.gguf", "--run", "--json")
+    result = json.loads(done.out)
+    assert result["run"] is None
+    assert result["facts"][-1] == {
+        "name": "run",
+        "verdict": "note",
+        "message": "not run: the headers say already that the pair does not work",
+        "hint": "see the errors above",
+    }
+    assert done.code == 1
