@@ -10,7 +10,7 @@ PATCHTOOL := $(PY) cpp_patches/patchtool.py
 # llama-cpp-python is used for its ctypes layer only; ours is the one llama.cpp that gets compiled
 PIP := PYTHONWARNINGS=ignore CMAKE_ARGS="$(CMAKE_ARGS) -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint build bench bench-peer fidelity wheel fork clean
+.PHONY: help demo test lint build bench bench-peer bench-convert fidelity wheel fork clean
 .PHONY: patches-apply patches-refresh patches-check patches-stats
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make bench            speed per workload and with many requests, into docs/speed.md"
 	@echo "make bench-peer       a short look at speed against the unpatched llama.cpp"
 	@echo "make fidelity         what quantization costs the drafter, into docs/quantization.md"
+	@echo "make bench-convert    time and memory of conversions against the unpatched llama.cpp"
 	@echo "make wheel            wheels of this package and what it needs, in dist/"
 	@echo "make fork DIR=x       a full patched llama.cpp source tree"
 	@echo "make patches-apply | patches-refresh | patches-check | patches-stats"
@@ -76,6 +77,10 @@ fidelity: $(VENV)/.installed-test
 	$$convert fidelity -m $$target --prompts $(FIDELITY)/judged.jsonl \
 		--plot docs/quantization.svg --page docs/quantization.md $(ARGS) \
 		$(FIDELITY)/plain/*-BF16.gguf $$(ls -S $(FIDELITY)/plain/* $(FIDELITY)/imatrix/* | grep -v BF16)
+
+bench-convert: $(VENV)/.installed-test
+	@pin=$$($(PATCHTOOL) build --peer | tail -1) && target=$$($(PY) -m tests.provisions target) && \
+	$(PY) -m tests.convert.bench_convert "$$pin" "$$target" $(ARGS)
 
 wheel: $(VENV)/.tools
 	$(PIP) wheel --wheel-dir dist .
