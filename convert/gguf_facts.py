@@ -35,7 +35,7 @@ def gguf_facts(header: GGUFHeader) -> tuple[dict[str, Any], list[str]]:
             f"{header.path} is a model of architecture {arch!r}, not a DFlash drafter",
             "`dflash2-convert migrate` rewrites files of older converters and forks",
         )
-    layers = _list(header, arch_key(Key.Arch.TARGET_LAYERS))
+    layers = _integers(header, arch_key(Key.Arch.TARGET_LAYERS))
     facts = {
         **_identity(header),
         **_weights(header),
@@ -55,6 +55,13 @@ def type_name(kind: GGMLType | int) -> str:
 def _list(header: GGUFHeader, key: str) -> list[Scalar] | None:
     value = header.values.get(key)
     return None if value is None else value.items()
+
+
+def _integers(header: GGUFHeader, key: str) -> list[int] | None:
+    """A list of whole numbers; None when it is missing or something else."""
+    items = _list(header, key) or []
+    numbers = [i for i in items if isinstance(i, int) and not isinstance(i, bool)]
+    return numbers if numbers and len(numbers) == len(items) else None
 
 
 def _identity(header: GGUFHeader) -> dict[str, Any]:
@@ -115,7 +122,7 @@ def _shape(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-def _behaviour(header: GGUFHeader, layers: list[Scalar] | None) -> dict[str, Any]:
+def _behaviour(header: GGUFHeader, layers: list[int] | None) -> dict[str, Any]:
     field = Key.Arch
     scaling = header.text(arch_key(field.ROPE_SCALING_TYPE))
     factor = header.scalar(arch_key(field.ROPE_SCALING_FACTOR))
@@ -124,7 +131,7 @@ def _behaviour(header: GGUFHeader, layers: list[Scalar] | None) -> dict[str, Any
         "mask_token_id": header.integer(Key.MASK_TOKEN_ID),
         "mask_token": _mask_token(header),
         # the file counts layer inputs, people count layer outputs
-        "target_layers": None if layers is None else [int(i) - 1 for i in layers],
+        "target_layers": None if layers is None else [i - 1 for i in layers],
         "target_layer_count": header.integer(Key.TARGET_BLOCK_COUNT),
         "conv_kernel": header.integer(arch_key(field.CONV_KERNEL_SIZE)),
         "conv_group": header.integer(arch_key(field.CONV_GROUP_SIZE)),
@@ -164,7 +171,7 @@ def _origin(header: GGUFHeader) -> dict[str, Any]:
     return {
         "preset": header.text(Key.PRESET),
         "source": header.text(Key.SOURCE_NAME),
-        "source_sha256": dict(zip(files or [], hashes or [], strict=False)),
+        "source_sha256": dict(zip(map(str, files or []), map(str, hashes or []), strict=False)),
         "target": header.text(Key.TARGET_NAME),
         "target_architecture": header.text(Key.TARGET_ARCHITECTURE),
     }

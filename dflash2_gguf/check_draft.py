@@ -196,8 +196,8 @@ def _rope_base(draft: DraftFile) -> Fact:
             "not given: llama.cpp then takes 10000, whatever the drafter was trained with",
             MIGRATE,
         )
-    if not (math.isfinite(base) and base > 0):
-        return error("rope base", f"{base:g}, it must be positive", CONVERT)
+    if not isinstance(base, int | float) or not (math.isfinite(base) and base > 0):
+        return error("rope base", f"{base}, it must be a positive number", CONVERT)
     if origin:
         return ok("rope base", f"{base:g}, from {origin} of config.json")
     release = find_release(dict(facts))
@@ -311,5 +311,5 @@ def _origin(draft: DraftFile) -> Fact:
             "two uploads of one name may differ; " + CONVERT,
         )
     revision = f" at {facts['source_revision']}" if facts["source_revision"] else ""
-    hashes = ", ".join(f"{n} {h[:12]}" for n, h in facts["source_sha256"].items())
+    hashes = ", ".join(f"{n} {str(h)[:12]}" for n, h in facts["source_sha256"].items())
     return ok("origin", f"{facts['source']}{revision}, sha256 of {hashes}")

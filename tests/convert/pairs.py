@@ -24,13 +24,18 @@ GOLDEN = Path(__file__).parent / "golden" / "tiny-bf16.gguf"
 
 @dataclass(frozen=True, kw_only=True)
 class Edit:
-    """Changes to a file: values to set (None removes one), tensors to drop, rename, cast, add."""
+    """Changes to a file: values to set (None removes one), tensors to drop, rename, cast, add.
+
+    as_given: values have the type of what is given here, not the one they had. cut: bytes at the
+    end that are lost.
+    """
 
     set: Mapping[str, Any] = field(default_factory=dict)
     drop: Sequence[str] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     cast: Mapping[str, gguf.GGMLQuantizationType] = field(default_factory=dict)
     add: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    as_given: bool = False
     cut: int = 0
 
 
@@ -59,7 +64,7 @@ def edit(source: Path, path: Path, changes: Edit) -> Path:
             writer.add_key_value(name, kept.contents(), kept.types[0], sub_type)
     for name, value in changes.set.items():
         if name != "general.architecture" and value is not None:
-            _add(writer, name, value, values)
+            _add(writer, name, value, {} if changes.as_given else values)
     for tensor in reader.tensors:
         if tensor.name not in changes.drop:
             _copy(writer, tensor, changes)

@@ -390,7 +390,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
     "impossible rope base": (
         {},
         Edit(set={"dflash.rope.freq_base": float("nan")}),
-        [error("rope base", "nan, it must be positive", CONVERT)],
+        [error("rope base", "nan, it must be a positive number", CONVERT)],
     ),
     "licence that forbids": (
         {},
@@ -657,3 +657,16 @@ def test_a_wrong_pair_is_flagged_by_its_cause(name: str, tmp_path: Path, drafter
 
 def test_the_right_pair_has_nothing_to_be_said(tmp_path: Path, target: Path, drafter: Path) -> None:
     assert found(find_facts(target, drafter), tmp_path) == []
+
+
+ANYTHING = ("x", 2**31, -1.0, float("nan"), True, [1, 2], [-1], ["a"], [True])
+
+
+@pytest.mark.parametrize("value", ANYTHING, ids=repr)
+def test_whatever_a_value_is_facts_come_of_it(
+    value: Any, tmp_path: Path, target: Path, drafter: Path
+) -> None:
+    keys = [key for key in gguf.GGUFReader(drafter).fields if not key.startswith("GGUF.")]
+    for key in {*keys, "dflash.rope.dimension_sections"} - {"general.architecture"}:
+        wrong = edit(drafter, tmp_path / "wrong.gguf", Edit(set={key: value}, as_given=True))
+        assert find_facts(target, wrong)
