@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dflash2_gguf.native import MAX_DRAFT
 from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
 from tests.convert.conftest import Program
+from tests.convert.hf_targets import write_hf_target
 from tests.convert.pairs import (
     Edit,
     edit,
@@ -129,6 +131,21 @@ def test_published_drafters_pass(release: str, tmp_path: Path) -> None:
     facts = find_facts(target, write_drafter_of(release, tmp_path, target))
     assert [f.name for f in facts if f.verdict is not Verdict.OK] == ["licence"]
     assert message(facts, "release") == f"every number is that of {release}"
+
+
+def test_the_real_pair_passes_in_every_form(
+    target_gguf: Path,
+    drafter_gguf: Callable[[str], Path],
+    drafter_dir: Path,
+    tmp_path: Path,
+) -> None:
+    folder = write_hf_target(tmp_path / "hf", target_gguf)
+    for target in (target_gguf, folder):
+        for drafter in (drafter_gguf("q8_0"), drafter_gguf("q4_k_m"), drafter_dir):
+            facts = find_facts(target, drafter)
+            left = {f.name for f in facts if f.verdict is not Verdict.OK}
+            assert left - {"licence", "embeddings and head"} == set()
+            assert message(facts, "target graph") == "architecture 'llama' publishes them"
 
 
 def test_every_release_is_compared() -> None:
