@@ -10,7 +10,7 @@ from dflash2_gguf.check_fact import Fact, error, from_error, note, ok, warning
 from dflash2_gguf.check_files import DraftFile, TargetFile
 from dflash2_gguf.convert.pipeline import make_plan
 from dflash2_gguf.errors import DFlash2Error
-from dflash2_gguf.gguf_schema import Key, Name
+from dflash2_gguf.gguf_schema import Key, Name, tensor_name
 from dflash2_gguf.known_models import (
     NO_ROLLBACK,
     PUBLISHES_INNER,
@@ -267,8 +267,17 @@ def _listed(values: Sequence[Any]) -> str:
 def _ownership(target: TargetFile, draft: DraftFile) -> Fact:
     name = "embeddings and head"
     embeddings, head = draft.facts["own_embeddings"], draft.facts["own_head"]
+    rows = _reduced_rows(draft)
+    if rows and not head:
+        return error(
+            name,
+            f"the drafter has a vocabulary of {rows} tokens and lost its head; the target's has "
+            "other rows",
+            CONVERT,
+        )
+    reduced = f", with a head of {rows} tokens" if rows else ""
     if embeddings and head:
-        return ok(name, "the drafter's own")
+        return ok(name, f"the drafter's own{reduced}")
     if embeddings:
         return _tied(draft)
     borrowed = "head and embeddings" if not head else "embeddings"
@@ -285,9 +294,15 @@ def _ownership(target: TargetFile, draft: DraftFile) -> Fact:
             "give the file that holds the target's weights",
         )
     if head:
-        return ok(name, "the drafter's own head, the target's embeddings")
+        return ok(name, f"the drafter's own head, the target's embeddings{reduced}")
     own = target.tensor_shape(Name.OUTPUT) is not None
     return ok(name, "the target's" if own else "the target's, whose head is its embeddings")
+
+
+def _reduced_rows(draft: DraftFile) -> int:
+    """Rows of a reduced head, 0 where there is none; they have a map to token ids."""
+    rows = draft.header.tensors.get(tensor_name(Name.HF_VOCAB_MAP) or "") if draft.header else None
+    return rows.shape[0] if rows is not None and rows.shape else 0
 
 
 def _tied(draft: DraftFile) -> Fact:

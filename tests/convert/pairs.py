@@ -26,8 +26,8 @@ GOLDEN = Path(__file__).parent / "golden" / "tiny-bf16.gguf"
 class Edit:
     """Changes to a file: values to set (None removes one), tensors to drop, rename, cast, add.
 
-    as_given: values have the type of what is given here, not the one they had. cut: bytes at the
-    end that are lost.
+    maps: tensors of so many token ids. as_given: values have the type of what is given here, not
+    the one they had. cut: bytes at the end that are lost.
     """
 
     set: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +35,7 @@ class Edit:
     rename: Mapping[str, str] = field(default_factory=dict)
     cast: Mapping[str, gguf.GGMLQuantizationType] = field(default_factory=dict)
     add: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    maps: Mapping[str, int] = field(default_factory=dict)
     as_given: bool = False
     cut: int = 0
 
@@ -70,6 +71,8 @@ def edit(source: Path, path: Path, changes: Edit) -> Path:
             _copy(writer, tensor, changes)
     for name, shape in changes.add.items():
         writer.add_tensor(name, np.ones(shape, dtype=np.float32))
+    for name, count in changes.maps.items():
+        writer.add_tensor(name, np.arange(count, dtype=np.int64))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

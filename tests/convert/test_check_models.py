@@ -296,6 +296,26 @@ def test_a_target_without_weights_lends_no_head(tmp_path: Path, drafter: Path) -
     ]
 
 
+def test_a_reduced_head_is_the_drafters_own(tmp_path: Path, drafter: Path) -> None:
+    target = write_right_target(tmp_path / "target.gguf")
+    reduced = Edit(maps={"d2t": 16}, add={"output.weight": (16, 32)})
+    facts = find_facts(target, edit(drafter, tmp_path / "d.gguf", reduced))
+    assert found(facts, tmp_path) == []
+    assert message(facts, "embeddings and head") == (
+        "the drafter's own head, the target's embeddings, with a head of 16 tokens"
+    )
+
+
+def test_a_reduced_head_that_was_lost_is_told(tmp_path: Path, drafter: Path) -> None:
+    target = write_right_target(tmp_path / "target.gguf")
+    facts = find_facts(target, edit(drafter, tmp_path / "d.gguf", Edit(maps={"d2t": 16})))
+    assert found(facts, tmp_path)[-1] == error(
+        "embeddings and head",
+        "the drafter has a vocabulary of 16 tokens and lost its head; the target's has other rows",
+        CONVERT,
+    )
+
+
 def test_a_target_with_other_embeddings_than_tokens_is_told(tmp_path: Path, drafter: Path) -> None:
     bare = checkpoints.write_target(tmp_path / "bare.gguf")
     target = edit(bare, tmp_path / "target.gguf", Edit(add={"token_embd.weight": (32, 32)}))
