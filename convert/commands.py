@@ -12,7 +12,7 @@ from dflash2_gguf.convert.inspection import inspect, render
 from dflash2_gguf.convert.pipeline import OutputPlan, Plan, check_outputs, make_plan, run
 from dflash2_gguf.convert.ui import Terminal, human_bytes
 from dflash2_gguf.errors import OutputError, UsageError
-from dflash2_gguf.presets import Preset, load_preset, preset_names
+from dflash2_gguf.presets import Preset, load_preset, preset_names, require_distinct
 
 __all__ = ["ConvertRequest", "convert", "list_presets", "show"]
 
@@ -32,14 +32,11 @@ class ConvertRequest:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        names = [name.lower() for name in self.presets]
-        if not names:
-            raise UsageError("no preset given", f"known presets: {', '.join(preset_names())}")
-        if len(set(names)) != len(names):
-            raise UsageError(f"preset {max(names, key=names.count)} is given twice")
-        if len(names) > 1 and self.output.suffix == ".gguf":
+        require_distinct(self.presets)
+        if len(self.presets) > 1 and self.output.suffix == ".gguf":
             raise UsageError(
-                f"{self.output} is one file for {len(names)} presets", "give a folder with -o"
+                f"{self.output} is one file for {len(self.presets)} presets",
+                "give a folder with -o",
             )
 
 

@@ -16,8 +16,8 @@ from dflash2_gguf.convert.card import CardFile, Measurement, card, read_measurem
 from dflash2_gguf.convert.metadata import NO_DERIVATIVES, licence_limits
 from dflash2_gguf.convert.pipeline import OutputPlan, Plan, check_outputs, make_plan, run
 from dflash2_gguf.convert.ui import Terminal
-from dflash2_gguf.errors import CheckpointError, OutputError, UsageError
-from dflash2_gguf.presets import load_preset
+from dflash2_gguf.errors import CheckpointError, OutputError
+from dflash2_gguf.presets import load_preset, require_distinct
 
 __all__ = ["PackRequest", "pack"]
 
@@ -38,11 +38,7 @@ class PackRequest:
     may_share: bool = False
 
     def __post_init__(self) -> None:
-        names = [name.lower() for name in self.presets]
-        if not names:
-            raise UsageError("no preset given", "name one or more with --preset")
-        if len(set(names)) != len(names):
-            raise UsageError(f"preset {max(names, key=names.count)} is given twice")
+        require_distinct(self.presets)
 
 
 def pack(request: PackRequest, terminal: Terminal) -> int:

@@ -125,6 +125,21 @@ def _program() -> None:
     """Convert DFlash 2 drafters to GGUF. The word `convert` may be left out."""
 
 
+_Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="Checkpoint folder of the drafter, or its GGUF file.")
+]
+_Target = Annotated[
+    Path | None,
+    typer.Option(
+        "--target",
+        metavar="T",
+        help="The target of a checkpoint: a GGUF file, or its Hugging Face folder.",
+    ),
+]
+_Imatrix = Annotated[
+    Path | None,
+    typer.Option("--imatrix", metavar="FILE", help="Importance matrix for the quantizers."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Show every tensor, and tracebacks of errors.")
@@ -132,31 +147,18 @@ _Verbose = Annotated[
 
 
 def _convert(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SRC", help="Checkpoint folder of the drafter, or its GGUF file."),
-    ],
+    source: _Source,
     preset: Annotated[
         list[str],
         typer.Option(
             "--preset", metavar="P", help="Recipe, see `presets`; several are written at once."
         ),
     ],
-    target: Annotated[
-        Path | None,
-        typer.Option(
-            "--target",
-            metavar="T",
-            help="The target of a checkpoint: a GGUF file, or its Hugging Face folder.",
-        ),
-    ] = None,
+    target: _Target = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="OUT", help="A .gguf file, or a folder.")
     ] = Path(),
-    imatrix: Annotated[
-        Path | None,
-        typer.Option("--imatrix", metavar="FILE", help="Importance matrix for the quantizers."),
-    ] = None,
+    imatrix: _Imatrix = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything but the weights, write nothing.")
@@ -263,10 +265,7 @@ def _migrate(
 
 
 def _pack(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SRC", help="Checkpoint folder of the drafter, or its GGUF file."),
-    ],
+    source: _Source,
     preset: Annotated[
         list[str],
         typer.Option("--preset", metavar="P", help="Recipe, see `presets`; one file each."),
@@ -274,18 +273,8 @@ def _pack(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="DIR", help="The folder, a new one.")
     ],
-    target: Annotated[
-        Path | None,
-        typer.Option(
-            "--target",
-            metavar="T",
-            help="The target of a checkpoint: a GGUF file, or its Hugging Face folder.",
-        ),
-    ] = None,
-    imatrix: Annotated[
-        Path | None,
-        typer.Option("--imatrix", metavar="FILE", help="Importance matrix for the quantizers."),
-    ] = None,
+    target: _Target = None,
+    imatrix: _Imatrix = None,
     measured: Annotated[
         Path | None,
         typer.Option(

@@ -7,6 +7,7 @@ tensors, so one recipe fits every drafter. Some roles have one type whatever the
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -19,7 +20,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Choice", "Preset", "Rule", "choose_type", "load_preset", "preset_names"]
+__all__ = [
+    "Choice",
+    "Preset",
+    "Rule",
+    "choose_type",
+    "load_preset",
+    "preset_names",
+    "require_distinct",
+]
 
 _PACKAGE = "dflash2_gguf.quant_presets"
 _LAYERS = ("all", "more_bits", "first_sixteenth", "first_eighth", "first_two")
@@ -101,6 +110,15 @@ def load_preset(name: str) -> Preset:
         raise UsageError(f"there is no preset {name!r}", f"known presets: {', '.join(known)}")
     text = (resources.files(_PACKAGE) / f"{name.lower()}.toml").read_text(encoding="utf-8")
     return _parse(name.lower(), tomllib.loads(text))
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Raise UsageError for no preset, or one that is named twice."""
+    lower = [name.lower() for name in names]
+    if not lower:
+        raise UsageError("no preset given", f"known presets: {', '.join(preset_names())}")
+    if len(set(lower)) != len(lower):
+        raise UsageError(f"preset {max(lower, key=lower.count)} is given twice")
 
 
 def _parse(name: str, data: dict[str, Any]) -> Preset:

@@ -12,21 +12,14 @@ import gguf
 import numpy as np
 import pytest
 
-from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.errors import CheckpointError, DFlash2Error, UsageError
-from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
 from tests.convert.conftest import Program
+from tests.convert.conversion import convert
 from tests.convert.test_peer import QUANTIZED, differing, metadata, wide_checkpoint
 from tests.convert.test_variants import reduced
 
 TO_F32 = ["f16", "bf16", "q8_0", "q5_0", "q4_0"]
-
-
-def convert(source: Path, target: Path | None, path: Path, preset: str) -> tuple[str, ...]:
-    plan = make_plan(source, target, [(load_preset(preset), path)])
-    run(plan, force=False, progress=lambda _count: None)
-    return plan.warnings
 
 
 @pytest.fixture

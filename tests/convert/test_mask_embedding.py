@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
+from tests.convert.conversion import convert
 from tests.convert.hf_targets import write_hf_target
 from tests.convert.test_peer import differing, upstream_convert
 from tests.convert.test_variants import KNOWN_VOCAB, rows, with_tables
@@ -24,9 +23,8 @@ from tests.convert.test_variants import KNOWN_VOCAB, rows, with_tables
 MASK = 3
 
 
-def convert(source: Path, target: Path, path: Path, preset: str = "f32") -> dict[str, Any]:
-    plan = make_plan(source, target, [(load_preset(preset), path)])
-    run(plan, force=False, progress=lambda _count: None)
+def converted(source: Path, target: Path, path: Path, preset: str = "f32") -> dict[str, Any]:
+    convert(source, target, path, preset)
     return checkpoints.dequantized(gguf.GGUFReader(path))
 
 
@@ -58,7 +56,7 @@ def lender(path: Path, *, tied: bool, n_vocab: int = checkpoints.N_VOCAB) -> Pat
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_of_a_targets_file_are_taken(tied: bool, checkpoint: Path, tmp_path: Path) -> None:
     target = lender(tmp_path / "target.gguf", tied=tied)
-    found = convert(add_mask(checkpoint), target, tmp_path / "out.gguf")
+    found = converted(add_mask(checkpoint), target, tmp_path / "out.gguf")
     theirs = checkpoints.dequantized(gguf.GGUFReader(target))
     table = theirs["token_embd.weight"].copy()
     np.testing.assert_array_equal(
@@ -71,7 +69,7 @@ def test_tables_of_a_targets_file_are_taken(tied: bool, checkpoint: Path, tmp_pa
 def test_a_checkpoints_own_tables_come_first(target: Path, tmp_path: Path) -> None:
     values = with_tables(checkpoints.tensors(checkpoints.config()))
     source = add_mask(checkpoints.write_checkpoint(tmp_path / "c", values=values))
-    found = convert(source, target, tmp_path / "out.gguf", "bf16")
+    found = converted(source, target, tmp_path / "out.gguf", "bf16")
     table = values["embed_tokens.weight"].copy()
     table[MASK] = torch.linspace(-1, 1, 32).mul(0.3).bfloat16().float().numpy()
     np.testing.assert_array_equal(found["token_embd.weight"], table)
@@ -97,13 +95,13 @@ def test_the_file_equals_upstreams(
     data = checkpoints.config(vocab_size=KNOWN_VOCAB)
     source = add_mask(checkpoints.write_checkpoint(tmp_path / "c", data=data))
     theirs = upstream_convert(peer_dir, source, target, "f32", tmp_path / "theirs.gguf")
-    convert(source, target, tmp_path / "ours.gguf")
+    converted(source, target, tmp_path / "ours.gguf")
     assert differing(tmp_path / "ours.gguf", theirs) == []
 
 
 def refusal(source: Path, target: Path, tmp_path: Path) -> tuple[str, str | None]:
     with pytest.raises(CheckpointError) as caught:
-        convert(source, target, tmp_path / "out.gguf")
+        converted(source, target, tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists()
     return caught.value.message, caught.value.hint
 

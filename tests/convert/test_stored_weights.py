@@ -13,18 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash2_gguf.convert.dequantize import _float8
-from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import tensor_name
-from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
+from tests.convert.conversion import convert
 from tests.convert.stored_forms import FORMS, Stored, write_quantized
-
-
-def convert(source: Path, target: Path, path: Path, preset: str = "f32") -> tuple[str, ...]:
-    plan = make_plan(source, target, [(load_preset(preset), path)])
-    run(plan, force=False, progress=lambda _count: None)
-    return plan.warnings
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from dflash2_gguf.convert.inspection import inspect
-from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import tensor_name
-from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
+from tests.convert.conversion import convert
 from tests.convert.hf_targets import write_hf_target
 from tests.convert.stored_forms import write_quantized
 from tests.convert.test_peer import differing, metadata, upstream_convert
@@ -96,12 +95,6 @@ def write(folder: Path, variant: Variant, **sizes: int) -> tuple[Path, Values]:
     data = checkpoints.config(**changes, **sizes)
     values = dict(change(checkpoints.tensors(checkpoints.config(**sizes))))
     return checkpoints.write_checkpoint(folder, data=data, values=values), values
-
-
-def convert(source: Path, target: Path, path: Path, preset: str = "f32") -> tuple[str, ...]:
-    plan = make_plan(source, target, [(load_preset(preset), path)])
-    run(plan, force=False, progress=lambda _count: None)
-    return plan.warnings
 
 
 @pytest.mark.parametrize("name", VARIANTS)
