@@ -58,23 +58,25 @@ bench bench-peer: $(VENV)/.installed
 	$(PY) -m dflash2_gguf.bench --target "$$target" --draft "$$draft" --server "$$server" \
 		--workloads build/workloads.jsonl $(MEASURE) $(ARGS)
 
-# one half of the prompts calibrates, the other judges
+# the first prompts judge, the last ones calibrate; of each of the three sets equally many
+JUDGES ?= 15
+CALIBRATING ?= 24
 FIDELITY := build/fidelity
 PROMPTS := tests/assets/prompts/prompts.jsonl
 CHECKPOINT := tests/assets/smollm2-135m-dflash2
 PRESETS := $(sort $(patsubst quant_presets/%.toml,%,$(wildcard quant_presets/*.toml)))
 fidelity: $(VENV)/.installed-test
 	@mkdir -p $(FIDELITY)/plain $(FIDELITY)/imatrix
-	@head -n 60 $(PROMPTS) > $(FIDELITY)/judged.jsonl
-	@tail -n 60 $(PROMPTS) > $(FIDELITY)/calibration.jsonl
+	@head -n $(JUDGES) $(PROMPTS) > $(FIDELITY)/judged.jsonl
+	@tail -n $(CALIBRATING) $(PROMPTS) > $(FIDELITY)/calibration.jsonl
 	@target=$$($(PY) -m tests.provisions target) && convert="$(BIN)/dflash2-convert" && \
 	from="$$convert $(CHECKPOINT) --target $$target --force" && \
 	$$from $(foreach p,$(PRESETS),--preset $(p)) -o $(FIDELITY)/plain && \
 	$$convert calibrate -m $$target -d $(FIDELITY)/plain/*-BF16.gguf --force \
-		--prompts $(FIDELITY)/calibration.jsonl -o $(FIDELITY)/imatrix.gguf && \
+		--prompts $(FIDELITY)/calibration.jsonl -n 48 -c 2048 $(ARGS) -o $(FIDELITY)/imatrix.gguf && \
 	$$from $(foreach p,$(filter-out bf16 f16 f32 q8_0,$(PRESETS)),--preset $(p)) \
 		--imatrix $(FIDELITY)/imatrix.gguf -o $(FIDELITY)/imatrix && \
-	$$convert fidelity -m $$target --prompts $(FIDELITY)/judged.jsonl \
+	$$convert fidelity -m $$target --prompts $(FIDELITY)/judged.jsonl -n 24 -c 2048 \
 		--plot docs/quantization.svg --page docs/quantization.md $(ARGS) \
 		$(FIDELITY)/plain/*-BF16.gguf $$(ls -S $(FIDELITY)/plain/* $(FIDELITY)/imatrix/* | grep -v BF16)
 

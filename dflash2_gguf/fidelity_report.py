@@ -179,7 +179,7 @@ def plot(found: Sequence[Measured], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.hashsalt": "dflash2"}):  # the same figures give the same file
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        figure = Figure(figsize=(12, 5.5), layout="constrained")
         panels = figure.subplots(1, len(found[0].acceptance), squeeze=False)[0]
         for index, axes in enumerate(panels):
             _panel(axes, found, index)
@@ -200,12 +200,15 @@ def _panel(axes: object, found: Sequence[Measured], index: int) -> None:
         above = [ratio.high - ratio.value for ratio in ratios]
         label = "with importance matrix" if imatrix else "without"
         draw.errorbar(
-            sizes, values, yerr=[below, above], fmt=marker, color=colour, label=label, capsize=2
+            sizes, values, yerr=[below, above], fmt=marker, color=colour, label=label, linewidth=0.7
         )
         for one, size, value in zip(chosen, sizes, values, strict=True):
-            draw.annotate(one.drafter.preset, (size, value), fontsize=7, rotation=30)
+            place = {"xytext": (4, 3), "textcoords": "offset points"}
+            draw.annotate(one.drafter.preset, (size, value), fontsize=6, color=colour, **place)
     draw.axhline(1.0, color="grey", linewidth=0.8)
     draw.set_xscale("log")
+    for axis in (draw.xaxis.set_major_formatter, draw.xaxis.set_minor_formatter):
+        axis("{x:g}")
     draw.set_xlabel("tensors, MB")
     draw.set_ylabel("tokens per step, of the reference's")
     draw.set_title(f"temperature {found[0].acceptance[index].temperature:g}")
