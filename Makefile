@@ -66,7 +66,7 @@ PROMPTS := tests/assets/prompts/prompts.jsonl
 CHECKPOINT := tests/assets/smollm2-135m-dflash2
 PRESETS := $(sort $(patsubst quant_presets/%.toml,%,$(wildcard quant_presets/*.toml)))
 fidelity: $(VENV)/.installed-test
-	@mkdir -p $(FIDELITY)/plain $(FIDELITY)/imatrix
+	@rm -rf $(FIDELITY) && mkdir -p $(FIDELITY)/plain $(FIDELITY)/imatrix
 	@head -n $(JUDGES) $(PROMPTS) > $(FIDELITY)/judged.jsonl
 	@tail -n $(CALIBRATING) $(PROMPTS) > $(FIDELITY)/calibration.jsonl
 	@target=$$($(PY) -m tests.provisions target) && convert="$(BIN)/dflash2-convert" && \

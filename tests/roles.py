@@ -1,4 +1,4 @@
-"""Drafters in which one role alone is quantized, to see by ``dflash2-convert fidelity`` what it costs.
+"""Drafters in which one role alone is quantized, for ``dflash2-convert fidelity`` to compare.
 
 ``python -m tests.roles TYPE FOLDER`` converts the bundled drafter once per role, everything else in
 bf16, and prints the files, the untouched one first.
