@@ -18,7 +18,7 @@ from dflash2_gguf.convert.quantize import Floats
 from dflash2_gguf.convert.source import open_checkpoint, read_json
 from dflash2_gguf.convert.stored_weights import Scheme, Tables, find_weights
 from dflash2_gguf.convert.target import first_part
-from dflash2_gguf.convert.torch_file import load_weights_only
+from dflash2_gguf.convert.torch_file import is_plain, load_weights_only
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import Name
 
@@ -55,10 +55,12 @@ def read_mask(directory: Path, hparams: DraftHparams) -> Floats | None:
 def _entries(state: object, torch: Any) -> tuple[int, Any]:
     token = state.get("mask_token_id") if isinstance(state, dict) else None
     vector = state.get("embedding") if isinstance(state, dict) else None
-    if isinstance(token, torch.Tensor) and token.numel() == 1:
-        token = int(token)
+    if isinstance(token, torch.Tensor) and token.numel() == 1 and is_plain(token):
+        token = token.item()
     if type(token) is not int or not isinstance(vector, torch.Tensor):
         raise CheckpointError(f"{_FILE} has no mask_token_id and embedding")
+    if not vector.is_floating_point() or not is_plain(vector):
+        raise CheckpointError(f"{_FILE} has an embedding that is no vector of floats")
     return token, vector
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash2_gguf.errors import CheckpointError
 
-__all__ = ["TorchState", "load_weights_only", "open_torch"]
+__all__ = ["TorchState", "is_plain", "load_weights_only", "open_torch"]
 
 # name -> dtype in safetensors' words, shape, bytes
 TorchState = dict[str, tuple[str, tuple[int, ...], np.ndarray[Any, np.dtype[np.uint8]]]]
@@ -49,6 +49,16 @@ def load_weights_only(path: Path) -> tuple[Any, Any]:
     return torch, state
 
 
+def is_plain(tensor: Any) -> bool:
+    """Is every element of it stored? Sparse, meta and expanded tensors are larger than that."""
+    if str(tensor.layout) != "torch.strided" or tensor.device.type != "cpu":
+        return False
+    if tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
+        return False
+    stored = tensor.untyped_storage().nbytes()
+    return bool(tensor.numel() * tensor.element_size() <= stored)
+
+
 def _view(
     path: Path, name: str, tensor: Any
 ) -> tuple[str, tuple[int, ...], np.ndarray[Any, np.dtype[np.uint8]]]:
@@ -57,6 +67,8 @@ def _view(
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise CheckpointError(f"tensor {name!r} of {path.name} has the unsupported dtype {dtype}")
+    if not is_plain(tensor):
+        raise CheckpointError(f"tensor {name!r} of {path.name} is not stored element by element")
     shape = tuple(int(n) for n in tensor.shape)
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return _DTYPES[dtype], shape, flat

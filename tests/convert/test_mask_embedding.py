@@ -150,3 +150,21 @@ def test_nothing_in_the_file_is_executed(checkpoint: Path, target: Path, tmp_pat
     message, _ = refusal(checkpoint, target, tmp_path)
     assert message.startswith("torch cannot read mask_embedding.pt: ")
     assert (tmp_path / "victim").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("token", "vector", "message"),
+    [
+        (torch.tensor(float("nan")), torch.ones(32), "has no mask_token_id and embedding"),
+        (torch.tensor(float("inf")), torch.ones(32), "has no mask_token_id and embedding"),
+        (torch.tensor(3j), torch.ones(32), "has no mask_token_id and embedding"),
+        (3, torch.ones(32).to_sparse(), "has an embedding that is no vector of floats"),
+        (3, torch._neg_view(torch.ones(32)), "has an embedding that is no vector of floats"),
+        (3, torch.ones(32, dtype=torch.bool), "has an embedding that is no vector of floats"),
+    ],
+)
+def test_what_torch_can_save_but_is_no_vector_is_refused(
+    token: object, vector: object, message: str, checkpoint: Path, target: Path, tmp_path: Path
+) -> None:
+    torch.save({"mask_token_id": token, "embedding": vector}, checkpoint / "mask_embedding.pt")
+    assert refusal(checkpoint, target, tmp_path)[0] == f"mask_embedding.pt {message}"
