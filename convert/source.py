@@ -122,7 +122,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 def _sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (directory / shard).is_file()]
+    missing = [shard for shard in shards if not _is_file(directory / shard)]
     if missing:
         raise CheckpointError(
             f"{len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}",
@@ -137,6 +137,14 @@ def _sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
         if name not in weight_map:
             raise CheckpointError(f"{shard} holds {name!r}, which {_INDEX} does not list")
     return checkpoint
+
+
+def _is_file(path: Path) -> bool:
+    """False also for a name that no file system takes."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _safetensors(directory: Path, names: list[str]) -> Checkpoint:

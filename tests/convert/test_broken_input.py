@@ -625,3 +625,31 @@ def test_torch_file_with_code_in_it_is_refused(checkpoint: Path, target: Path) -
     error = attempt(checkpoint, target)
     assert error.message.startswith("torch cannot read pytorch_model.bin: ")
     assert not marker.exists()
+
+
+def test_shard_with_a_name_that_no_disk_takes_is_missing(tmp_path: Path, target: Path) -> None:
+    source = checkpoints.write_checkpoint(tmp_path / "c", shards=2)
+    index = source / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    shard = "x" * 300 + ".safetensors"
+    data["weight_map"]["norm.weight"] = shard
+    index.write_text(json.dumps(data))
+    assert attempt(source, target).message == f"1 of 3 shards are missing: {shard}"
+
+
+@pytest.mark.parametrize("form", ["expanded", "sparse", "meta", "negative"])
+def test_torch_tensor_larger_than_its_data_is_refused(
+    form: str, checkpoint: Path, target: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    strange = {
+        "expanded": torch.zeros(1).expand(2**50),
+        "sparse": torch.ones(32).to_sparse(),
+        "meta": torch.zeros(2**40, device="meta"),
+        "negative": torch._neg_view(torch.ones(32)),
+    }
+    weights(checkpoint).unlink()
+    torch.save({"norm.weight": strange[form]}, checkpoint / "pytorch_model.bin")
+    assert attempt(checkpoint, target).message == (
+        "tensor 'norm.weight' of pytorch_model.bin is not stored element by element"
+    )
