@@ -96,7 +96,7 @@ def _geometry(layers: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_types(layers: dict[str, Any]) -> list[Any]:
     value = layers.get("layer_types")
-    return value if isinstance(value, list) else []
+    return [kind for kind in value if isinstance(kind, str)] if isinstance(value, list) else []
 
 
 def _causal(data: dict[str, Any], layers: dict[str, Any]) -> bool:

@@ -334,3 +334,13 @@ def test_codebooks_that_are_modules_and_training_leftovers_are_known(
     warnings = convert(source, target, tmp_path / "out.gguf")
     assert warnings == ("left over from training and left out: verifier_norm.weight",)
     assert len(gguf.GGUFReader(tmp_path / "out.gguf").tensors) == 36
+
+
+def test_a_speculators_layer_types_may_be_anything(tmp_path: Path, target: Path) -> None:
+    data = speculator()
+    data["transformer_layer_config"]["layer_types"] = ["sliding_attention", []]
+    values = checkpoints.tensors(checkpoints.config())
+    source = checkpoints.write_checkpoint(tmp_path / "c", data=data, values=values)
+    with pytest.raises(CheckpointError) as caught:
+        convert(source, target, tmp_path / "out.gguf")
+    assert caught.value.message.startswith("config.json: layer_types ")
