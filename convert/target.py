@@ -112,16 +112,22 @@ def _from_directory(path: Path) -> Target:
         raise CheckpointError(
             f"{path / 'config.json'}: vocab_size is {n_vocab}, at most {_MAX_VOCAB} are supported"
         )
-    architectures = config.get("architectures") or [str(config.get("model_type", "unknown"))]
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
     return Target(
         name=path.resolve().name,
-        arch=str(architectures[0]),
+        arch=_architecture(config),
         n_embd=_config_int(path, text, "hidden_size"),
         n_layer=_config_int(path, text, "num_hidden_layers"),
         n_vocab=n_vocab,
-        mrope="mrope_section" in rope,
+        mrope=isinstance(rope, dict) and "mrope_section" in rope,
         tokenizer=read_tokenizer(path, n_vocab=n_vocab, model_type=str(text.get("model_type"))),
+    )
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    named = config.get("architectures")
+    return str(
+        named[0] if isinstance(named, list) and named else config.get("model_type", "unknown")
     )
 
 

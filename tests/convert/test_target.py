@@ -273,3 +273,12 @@ def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         open_target(path)
     assert caught.value.message == f"not a GGUF file: {path}"
+
+
+@pytest.mark.parametrize("strange", [5, True, {"a": 1}])
+def test_folder_with_fields_of_another_type_is_read(tmp_path: Path, strange: Any) -> None:
+    folder = write_folder(
+        tmp_path / "t", model_type="gpt2", architectures=strange, rope_scaling=strange
+    )
+    target = open_target(folder)
+    assert (target.arch, target.mrope) == ("gpt2", False)
