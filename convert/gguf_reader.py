@@ -209,6 +209,7 @@ class _Cursor:
             tensors[name] = self.entry(name, shape, kind, offset)
             if data + offset + tensors[name].nbytes > self.size:
                 raise self.fail(f"it ends inside the data of tensor {name!r}")
+        self.refuse_overlaps(tensors)
         return GGUFHeader(
             path=self.path,
             version=version,
@@ -217,6 +218,14 @@ class _Cursor:
             data_offset=data,
             size=self.size,
         )
+
+    def refuse_overlaps(self, tensors: dict[str, TensorEntry]) -> None:
+        """llama.cpp wants them one after another; each byte is read for one tensor."""
+        end = 0
+        for tensor in sorted(tensors.values(), key=lambda entry: (entry.offset, entry.nbytes)):
+            if tensor.offset < end:
+                raise self.fail(f"the data of tensor {tensor.name!r} overlaps another's")
+            end = tensor.offset + tensor.nbytes
 
     def alignment(self, values: dict[str, Value]) -> int:
         value = values.get(Key.ALIGNMENT)

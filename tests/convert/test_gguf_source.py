@@ -158,3 +158,17 @@ def test_the_program_names_outputs_after_the_file(program: Program, f32: Path) -
     done = program(f32, "--preset", "bf16", "--preset", "f16", "-o", "out")
     assert (done.code, done.err) == (0, "")
     assert done.out == "out/tiny-f32-BF16.gguf\nout/tiny-f32-F16.gguf\n"
+
+
+def test_a_file_whose_tensors_share_bytes_is_refused(f32: Path, tmp_path: Path) -> None:
+    name = b"enc.output_norm.weight"
+    raw = bytearray(f32.read_bytes())
+    at = raw.index(name) + len(name) + 4 + 8 + 4  # dimensions, their number, type
+    raw[at : at + 8] = bytes(8)
+    (tmp_path / "shared.gguf").write_bytes(raw)
+    kind, message, hint = refusal(tmp_path / "shared.gguf", None, tmp_path / "out.gguf")
+    assert kind is CheckpointError
+    assert message.startswith(f"broken GGUF file {tmp_path / 'shared.gguf'}: the data of tensor ")
+    assert message.endswith(" overlaps another's")
+    assert hint == "download or convert the file again"
+    assert not (tmp_path / "out.gguf").exists()
