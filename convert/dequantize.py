@@ -33,7 +33,12 @@ _MIN_ROWS = 64  # of a weight stored by columns, decoded at a time
 
 
 def read_part(tensor: SourceTensor, raw: memoryview) -> Array:
-    """Values of a tensor beside a weight; CheckpointError for a dtype that none of them has."""
+    """Values of a tensor beside a weight.
+
+    Raises CheckpointError for a dtype that none of them has, and for one without values.
+    """
+    if not tensor.nbytes:
+        raise CheckpointError(f"tensor {tensor.stored_name} is empty")
     if tensor.dtype in _FLOATS:
         values: Array = to_float32(raw, tensor.dtype)
     elif tensor.dtype in _INTEGERS:

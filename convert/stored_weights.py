@@ -7,7 +7,7 @@ caller to refuse: a scale that is dropped gives a drafter of which nothing is ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +200,7 @@ def _quantized(
             )
         form = _form(form, main, parts)
         _require_parts(name, form, parts)
+        _require_words(form, [main, *(parts[role] for role in ("zeros",) if role in parts)])
         return StoredWeight(name=base + _WEIGHT, main=main, form=form, scheme=scheme, parts=parts)
     return None
 
@@ -228,6 +229,19 @@ def _form(form: str, main: SourceTensor, parts: Mapping[str, SourceTensor]) -> s
         by_outputs = scale is None or len(scale.shape) != 2 or main.shape[-1:] != scale.shape[-1:]
         return "awq" if by_outputs else "gptq"
     return "fp4" if main.dtype == "U8" else form
+
+
+def _require_words(form: str, tensors: Sequence[SourceTensor]) -> None:
+    """Integers are packed into tables of 32-bit words."""
+    if form not in ("packed", "awq", "gptq"):
+        return
+    for tensor in tensors:
+        if tensor.dtype != "I32" or len(tensor.shape) != 2:
+            raise CheckpointError(
+                f"tensor {tensor.stored_name} ({tensor.dtype} {list(tensor.shape)}) is no table of "
+                "packed integers",
+                "take the unquantized checkpoint",
+            )
 
 
 def _require_parts(name: str, form: str, parts: Mapping[str, SourceTensor]) -> None:

@@ -188,3 +188,32 @@ def test_interleaved_rotation_reorders_what_was_quantized(tmp_path: Path, target
     found = checkpoints.dequantized(gguf.GGUFReader(tmp_path / "out.gguf"))
     expected = weights[f"{Q}.weight"].reshape(4, 4, 2, 32).transpose(0, 2, 1, 3).reshape(32, 32)
     np.testing.assert_allclose(found["blk.0.attn_q.weight"], expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "stored", "message"),
+    [
+        ("int4", "weight_packed", torch.zeros(32, dtype=torch.int32), "(I32 [32])"),
+        ("int4", "weight_packed", torch.zeros(32, 4, dtype=torch.int64), "(I64 [32, 4])"),
+        ("gptq", "qzeros", torch.zeros(4, dtype=torch.int32), "(I32 [4])"),
+        ("awq", "qweight", torch.zeros(32, 4, dtype=torch.int64), "(I64 [32, 4])"),
+    ],
+)
+def test_packed_integers_of_another_kind_are_refused(
+    form: str, part: str, stored: torch.Tensor, message: str, tmp_path: Path, target: Path
+) -> None:
+    write_quantized(tmp_path / "c", form)
+    path = tmp_path / "c" / "model.safetensors"
+    save_file({**load_file(path), f"{Q}.{part}": stored}, path)
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "c", target, tmp_path / "out.gguf")
+    assert caught.value.message == f"tensor {Q}.{part} {message} is no table of packed integers"
+
+
+def test_a_scale_without_values_is_refused(tmp_path: Path, target: Path) -> None:
+    write_quantized(tmp_path / "c", "fp8 by rows")
+    path = tmp_path / "c" / "model.safetensors"
+    save_file({**load_file(path), f"{Q}.weight_scale": torch.zeros(0, 1)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "c", target, tmp_path / "out.gguf")
+    assert caught.value.message == f"tensor {Q}.weight_scale is empty"
