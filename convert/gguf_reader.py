@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -221,11 +222,10 @@ class _Cursor:
 
     def refuse_overlaps(self, tensors: dict[str, TensorEntry]) -> None:
         """llama.cpp wants them one after another; each byte is read for one tensor."""
-        end = 0
-        for tensor in sorted(tensors.values(), key=lambda entry: (entry.offset, entry.nbytes)):
-            if tensor.offset < end:
-                raise self.fail(f"the data of tensor {tensor.name!r} overlaps another's")
-            end = tensor.offset + tensor.nbytes
+        ordered = sorted(tensors.values(), key=lambda entry: (entry.offset, entry.nbytes))
+        for tensor, following in pairwise(ordered):
+            if tensor.offset + tensor.nbytes > following.offset:
+                raise self.fail(f"tensor {tensor.name!r} runs into another's data")
 
     def alignment(self, values: dict[str, Value]) -> int:
         value = values.get(Key.ALIGNMENT)
