@@ -98,7 +98,7 @@ def _float(key: str, value: Any) -> float | None:
 
 
 def _fits_f32(value: float) -> bool:
-    return math.isfinite(value) and abs(value) < _F32_MAX
+    return abs(value) < _F32_MAX and math.isfinite(value)
 
 
 def _flag(key: str, value: Any, default: bool) -> bool:

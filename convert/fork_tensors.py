@@ -182,6 +182,11 @@ def _nbytes(entry: TensorEntry) -> int | None:
     if entry.type not in sizes:
         return None
     block, size = sizes[entry.type]
+    if entry.shape and entry.shape[-1] % block:
+        raise CheckpointError(
+            f"tensor {entry.name!r} has rows of {entry.shape[-1]}, its type has blocks of {block}",
+            "convert the original checkpoint instead",
+        )
     count = 1
     for n in entry.shape:
         count *= n

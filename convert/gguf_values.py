@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import ValueType
 
 __all__ = ["SCALARS", "Scalar", "Value", "array", "boolean", "f32", "string", "u32"]
@@ -101,9 +102,16 @@ def _decode(kind: ValueType, raw: bytes, offset: int) -> tuple[Scalar, int]:
     return value, offset + struct.calcsize(form)
 
 
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can spell half a character
+        raise CheckpointError(f"{text!r} is no Unicode text", "correct it in its file") from None
+
+
 def _pack(kind: ValueType, value: Scalar) -> bytes:
     if kind is ValueType.STRING:
-        data = str(value).encode("utf-8")
+        data = _utf8(str(value))
         return struct.pack("<Q", len(data)) + data
     return struct.pack(SCALARS[kind], value)
 

@@ -117,7 +117,8 @@ def _bits(data: dict[str, Any]) -> int:
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict) and weights.get("type", "int") == "int":
-            found.add(weights.get("num_bits"))
+            bits = weights.get("num_bits")
+            found.add(repr(bits) if isinstance(bits, (list, dict)) else bits)
     if not found:
         return 4
     if len(found) > 1 or not found <= {4, 8}:
@@ -232,7 +233,13 @@ def _form(form: str, main: SourceTensor, parts: Mapping[str, SourceTensor]) -> s
 
 
 def _require_words(form: str, tensors: Sequence[SourceTensor]) -> None:
-    """Integers are packed into tables of 32-bit words."""
+    """Integers are packed into tables of 32-bit words; what has scales alone takes a byte."""
+    main = tensors[0]
+    if form == "scaled" and main.dtype not in (*_FLOAT8, "I8"):
+        raise CheckpointError(
+            f"tensor {main.stored_name} has scales and is stored as {main.dtype}",
+            "take the unquantized checkpoint",
+        )
     if form not in ("packed", "awq", "gptq"):
         return
     for tensor in tensors:

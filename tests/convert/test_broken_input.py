@@ -653,3 +653,9 @@ def test_torch_tensor_larger_than_its_data_is_refused(
     assert attempt(checkpoint, target).message == (
         "tensor 'norm.weight' of pytorch_model.bin is not stored element by element"
     )
+
+
+def test_number_larger_than_any_float_is_refused(tmp_path: Path, target: Path) -> None:
+    data = checkpoints.config(dflash__output_multiplier=10**400)
+    error = attempt(checkpoints.write_checkpoint(tmp_path / "c", data=data), target)
+    assert error.message == f"config.json: output_multiplier is {10**400}, not a number"

@@ -217,3 +217,39 @@ def test_a_scale_without_values_is_refused(tmp_path: Path, target: Path) -> None
     with pytest.raises(CheckpointError) as caught:
         convert(tmp_path / "c", target, tmp_path / "out.gguf")
     assert caught.value.message == f"tensor {Q}.weight_scale is empty"
+
+
+@pytest.mark.parametrize(
+    "stored", [torch.zeros(32, 32, dtype=torch.int64), torch.ones(32, 32).bool()]
+)
+def test_scales_beside_anything_but_bytes_are_refused(
+    stored: torch.Tensor, tmp_path: Path, target: Path
+) -> None:
+    write_quantized(tmp_path / "c", "fp8 by rows")
+    path = tmp_path / "c" / "model.safetensors"
+    save_file({**load_file(path), f"{Q}.weight": stored}, path)
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "c", target, tmp_path / "out.gguf")
+    kind = "I64" if stored.dtype is torch.int64 else "BOOL"
+    assert caught.value.message == f"tensor {Q}.weight has scales and is stored as {kind}"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "gptq", "config_groups": {"g": {"weights": {"num_bits": [4]}}}},
+            "config.json: quantization_config packs weights of '[4]' bits",
+        ),
+        ({"quant_method": "\ud800"}, "'\\ud800' is no Unicode text"),
+    ],
+)
+def test_quantization_config_with_values_of_another_type_is_refused(
+    config: dict[str, object], message: str, tmp_path: Path, target: Path
+) -> None:
+    write_quantized(tmp_path / "c", "fp8 by rows")
+    path = tmp_path / "c" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "c", target, tmp_path / "out.gguf")
+    assert caught.value.message == message
