@@ -11,6 +11,7 @@ from dflash2_gguf.convert.gguf_values import Scalar
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import (
     ARCHITECTURE,
+    IMATRIX_TYPE,
     DraftShape,
     FileType,
     GGMLType,
@@ -30,10 +31,17 @@ _SHOWN = 5
 def gguf_facts(header: GGUFHeader) -> tuple[dict[str, Any], list[str]]:
     """Facts by name and a list of problems; CheckpointError when it is not a DFlash drafter."""
     arch = header.text(Key.ARCHITECTURE)
+    if header.text(Key.TYPE) == IMATRIX_TYPE:
+        raise CheckpointError(
+            f"{header.path} is an importance matrix, not a DFlash drafter", "it goes to --imatrix"
+        )
     if arch != ARCHITECTURE:
+        of_a_fork = ARCHITECTURE in str(arch)
         raise CheckpointError(
             f"{header.path} is a model of architecture {arch!r}, not a DFlash drafter",
-            "`dflash2-convert migrate` rewrites files of older converters and forks",
+            "`dflash2-convert migrate` rewrites files of older converters and forks"
+            if of_a_fork
+            else "is it the target? a drafter is wanted here",
         )
     layers = _integers(header, arch_key(Key.Arch.TARGET_LAYERS))
     facts = {

@@ -204,11 +204,11 @@ def _from_checkpoint(source: Path, target_path: Path | None) -> _Source:
 
 
 def _from_gguf(source: Path, target_path: Path | None) -> _Source:
+    header, checkpoint = open_gguf_source(source)
     if target_path is not None:
         raise UsageError(
             f"{source.name} has its tokenizer already", "leave --target out for a GGUF file"
         )
-    header, checkpoint = open_gguf_source(source)
     facts, _ = gguf_facts(header)
     tensors = plan_gguf_tensors(header, checkpoint)
     origin = Origin(

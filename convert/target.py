@@ -17,7 +17,7 @@ from dflash2_gguf.convert.hparams import DraftHparams
 from dflash2_gguf.convert.source import read_json
 from dflash2_gguf.convert.tokenizer_json import read_tokenizer
 from dflash2_gguf.errors import CheckpointError, PairError
-from dflash2_gguf.gguf_schema import Key, arch_key
+from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, arch_key
 
 __all__ = ["Target", "check_pair", "first_part", "open_target"]
 
@@ -70,6 +70,11 @@ def _from_gguf(header: GGUFHeader) -> Target:
     arch = header.text(Key.ARCHITECTURE)
     if arch is None:
         raise CheckpointError(f"{header.path} has no {Key.ARCHITECTURE}")
+    if arch == ARCHITECTURE:
+        raise PairError(
+            f"{header.path} is a drafter, not a target",
+            "name the model it drafts for with --target",
+        )
     tokenizer = {
         key: value
         for key, value in header.values.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -119,9 +120,19 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _plain(one: Measured) -> dict[str, object]:
-    values = asdict(one)
-    values["drafter"]["path"] = str(one.drafter.path)
+    values: dict[str, object] = _json(asdict(one))
     return values
+
+
+def _json(value: Any) -> Any:
+    """JSON knows no paths, and no number for what was never seen."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
 
 
 def page(found: Sequence[Measured], *, n_prompts: int, machine: str, image: str | None) -> str:

@@ -76,7 +76,7 @@ def prove(launch: Launch, settings: ProofSettings, terminal: Terminal) -> int:
         raise UsageError("there is no drafter", "name its GGUF file with -d")
     proof = _compare(launch, settings, terminal)
     terminal.write(json.dumps(asdict(proof)) + "\n" if settings.as_json else _describe(proof))
-    if proof.n_verified < _HARDLY_DRAFTED * proof.n_steps:
+    if proof.n_verified <= _HARDLY_DRAFTED * proof.n_steps:
         terminal.warning(
             f"{proof.n_verified} of {proof.n_steps} steps verified a draft, "
             "so little was compared; --draft-max 7 drafts at every step"

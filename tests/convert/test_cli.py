@@ -182,7 +182,7 @@ def test_verbose_names_every_tensor_and_reason(
             1,
             (
                 "error: target.gguf is a model of architecture 'llama', not a DFlash drafter\n"
-                "hint: `dflash2-convert migrate` rewrites files of older converters and forks\n"
+                "hint: is it the target? a drafter is wanted here\n"
             ),
         ),
         (

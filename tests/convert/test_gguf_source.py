@@ -124,6 +124,30 @@ def test_what_a_source_needs_is_told(
     )
 
 
+def test_mixed_up_files_are_named(
+    f32: Path, checkpoint: Path, target: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.gguf"
+    assert refusal(target, checkpoint, out)[1:] == (
+        f"{target} is a model of architecture 'llama', not a DFlash drafter",
+        "is it the target? a drafter is wanted here",
+    )
+    assert refusal(checkpoint, f32, out)[1:] == (
+        f"{f32} is a drafter, not a target",
+        "name the model it drafts for with --target",
+    )
+    writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "dflash")
+    writer.add_type("imatrix")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert refusal(tmp_path / "imatrix.gguf", None, out)[1:] == (
+        f"{tmp_path / 'imatrix.gguf'} is an importance matrix, not a DFlash drafter",
+        "it goes to --imatrix",
+    )
+
+
 def test_a_truncated_source_leaves_nothing(f32: Path, tmp_path: Path) -> None:
     f32.write_bytes(f32.read_bytes()[:-1000])
     kind, message, _ = refusal(f32, None, tmp_path / "out.gguf")

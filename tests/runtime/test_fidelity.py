@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash2_gguf import SamplingParams, Session
+from dflash2_gguf import SamplingParams, Session, fidelity_report
 from dflash2_gguf.agreement import Interval
 from dflash2_gguf.convert_cli import main
 from dflash2_gguf.fidelity import Acceptance, Drafter, FidelitySettings, Measured, measure
@@ -191,3 +191,8 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(
     (tmp_path / "p.txt").write_text("x\n")
     assert main(["fidelity", *words]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_json_has_no_number_for_what_was_never_seen() -> None:
+    values = fidelity_report._json({"a": (1.5, float("nan")), "b": Path("x"), "c": float("inf")})
+    assert values == {"a": [1.5, None], "b": "x", "c": None}

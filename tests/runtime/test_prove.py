@@ -97,6 +97,13 @@ def test_a_proof_without_drafts_says_so(
     )
 
 
+def test_a_proof_of_answers_that_end_at_once_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, warned = _run(monkeypatch, capsys, {"a": (2,)}, {"a": (2,)}, verified_width=())
+    assert warned.startswith("warning: 0 of 0 steps verified a draft, so little was compared")
+
+
 @pytest.mark.parametrize(
     ("drafted", "where"),
     [
