@@ -73,7 +73,7 @@ def _from_gguf(header: GGUFHeader) -> Target:
     if arch == ARCHITECTURE:
         raise PairError(
             f"{header.path} is a drafter, not a target",
-            "name the model it drafts for with --target",
+            "name the model that it drafts for",
         )
     tokenizer = {
         key: value

@@ -370,7 +370,7 @@ def test_swapped_files_are_told(tmp_path: Path, drafter: Path) -> None:
         error(
             "target",
             "drafter.gguf is a drafter, not a target",
-            "are target (-m) and drafter (-d) swapped?",
+            "name the model that it drafts for",
         ),
         error(
             "drafter",

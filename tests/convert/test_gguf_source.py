@@ -134,7 +134,7 @@ def test_mixed_up_files_are_named(
     )
     assert refusal(checkpoint, f32, out)[1:] == (
         f"{f32} is a drafter, not a target",
-        "name the model it drafts for with --target",
+        "name the model that it drafts for",
     )
     writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "dflash")
     writer.add_type("imatrix")
