@@ -17,7 +17,8 @@ from dflash2_gguf.convert.fork_names import (
 from dflash2_gguf.convert.gguf_reader import GGUFHeader
 from dflash2_gguf.convert.gguf_values import Scalar, Value, array, boolean, f32, string, u32
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, ValueType, arch_key
+from dflash2_gguf.ggml_types import ValueType
+from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, arch_key
 
 __all__ = ["Field", "FileFields", "LayerIds", "read_fields", "shown"]
 

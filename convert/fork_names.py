@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, Name, ValueType, tensor_name
+from dflash2_gguf.ggml_types import ValueType
+from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, Name, tensor_name
 
 __all__ = [
     "ALIASES",

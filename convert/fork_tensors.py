@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from dflash2_gguf.convert.fork_names import FOREIGN_TENSORS, LAYER_TENSORS, TENSORS
 from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import (
-    ARCHITECTURE,
-    DraftShape,
-    GGMLType,
-    Key,
-    Name,
-    draft_tensors,
-    tensor_name,
-)
+from dflash2_gguf.ggml_types import GGMLType
+from dflash2_gguf.gguf_schema import ARCHITECTURE, DraftShape, Key, Name, draft_tensors, tensor_name
 
 __all__ = [
     "VOCABULARY",

@@ -9,12 +9,11 @@ from typing import Any
 from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry
 from dflash2_gguf.convert.gguf_values import Scalar
 from dflash2_gguf.errors import CheckpointError
+from dflash2_gguf.ggml_types import FileType, GGMLType
 from dflash2_gguf.gguf_schema import (
     ARCHITECTURE,
     IMATRIX_TYPE,
     DraftShape,
-    FileType,
-    GGMLType,
     Key,
     Name,
     TensorSpec,

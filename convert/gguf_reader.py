@@ -16,14 +16,8 @@ from pathlib import Path
 
 from dflash2_gguf.convert.gguf_values import SCALARS, Scalar, Value
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import (
-    ALIGNMENT,
-    MAGIC,
-    SUPPORTED_VERSIONS,
-    GGMLType,
-    Key,
-    ValueType,
-)
+from dflash2_gguf.ggml_types import GGMLType, ValueType
+from dflash2_gguf.gguf_schema import ALIGNMENT, MAGIC, SUPPORTED_VERSIONS, Key
 
 __all__ = ["GGUFHeader", "TensorEntry", "read_gguf"]
 

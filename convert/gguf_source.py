@@ -15,13 +15,8 @@ from dflash2_gguf.convert.source import Checkpoint, SourceTensor
 from dflash2_gguf.convert.stored_weights import StoredWeight
 from dflash2_gguf.convert.tensors import PlannedTensor
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import (
-    QUANTIZATION_VERSION,
-    GGMLType,
-    Key,
-    TensorSpec,
-    draft_tensors,
-)
+from dflash2_gguf.ggml_types import GGMLType
+from dflash2_gguf.gguf_schema import QUANTIZATION_VERSION, Key, TensorSpec, draft_tensors
 from dflash2_gguf.presets import Preset
 
 __all__ = [

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import ValueType
+from dflash2_gguf.ggml_types import ValueType
 
 __all__ = ["SCALARS", "Scalar", "Value", "array", "boolean", "f32", "string", "u32"]
 

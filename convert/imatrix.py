@@ -16,7 +16,8 @@ import numpy as np
 from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry, read_gguf
 from dflash2_gguf.convert.quantize import Floats
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import IMATRIX_TYPE, GGMLType, Key, Name
+from dflash2_gguf.ggml_types import GGMLType
+from dflash2_gguf.gguf_schema import IMATRIX_TYPE, Key, Name
 
 __all__ = ["ImportanceMatrix", "read_imatrix"]
 

@@ -13,12 +13,12 @@ from dflash2_gguf.convert.hparams import DraftHparams
 from dflash2_gguf.convert.imatrix import ImportanceMatrix
 from dflash2_gguf.convert.rope import RopeScaling
 from dflash2_gguf.convert.target import Target
+from dflash2_gguf.ggml_types import ValueType
 from dflash2_gguf.gguf_schema import (
     ARCHITECTURE,
     FORMAT_REVISION,
     QUANTIZATION_VERSION,
     Key,
-    ValueType,
     arch_key,
 )
 from dflash2_gguf.presets import Preset

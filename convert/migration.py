@@ -35,15 +35,14 @@ from dflash2_gguf.convert.writer import (
     file_bytes,
 )
 from dflash2_gguf.errors import CheckpointError
+from dflash2_gguf.ggml_types import GGMLType, ValueType
 from dflash2_gguf.gguf_schema import (
     ARCHITECTURE,
     FORMAT_REVISION,
     VERSION,
     DraftShape,
-    GGMLType,
     Key,
     Name,
-    ValueType,
     arch_key,
     tensor_name,
 )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dflash2_gguf.errors import CheckpointError, NativeError
-from dflash2_gguf.gguf_schema import GGMLType
+from dflash2_gguf.ggml_types import GGMLType
 from dflash2_gguf.libraries import load
 
 __all__ = ["DTYPE_SIZE", "Floats", "encode_rows", "rope_halves", "to_float32"]

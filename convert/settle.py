@@ -22,7 +22,8 @@ from dflash2_gguf.convert.hparams import DraftHparams
 from dflash2_gguf.convert.metadata import Provenance, build_metadata
 from dflash2_gguf.convert.target import Target
 from dflash2_gguf.errors import CheckpointError, PairError, UsageError
-from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, ValueType, arch_key
+from dflash2_gguf.ggml_types import ValueType
+from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, arch_key
 from dflash2_gguf.presets import load_preset
 
 __all__ = ["LAYER_MEANINGS", "Settled", "Sources", "settle"]

@@ -14,7 +14,8 @@ from dflash2_gguf.convert.gguf_values import Value, array, boolean, string, u32
 from dflash2_gguf.convert.pre_tokenizers import pre_type
 from dflash2_gguf.convert.source import read_json
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import Key, TokenType, ValueType
+from dflash2_gguf.ggml_types import TokenType, ValueType
+from dflash2_gguf.gguf_schema import Key
 
 __all__ = ["read_tokenizer"]
 

@@ -12,7 +12,8 @@ from dflash2_gguf.convert.source import Checkpoint, read_tensor
 from dflash2_gguf.convert.tensors import PlannedTensor
 from dflash2_gguf.convert.vocab_map import token_ids
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import GGMLType, Role
+from dflash2_gguf.ggml_types import GGMLType
+from dflash2_gguf.gguf_schema import Role
 
 __all__ = ["Output", "piece_bytes", "transfer"]
 

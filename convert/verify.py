@@ -9,7 +9,7 @@ from typing import Protocol
 from dflash2_gguf.convert.gguf_reader import read_gguf
 from dflash2_gguf.convert.gguf_values import Value
 from dflash2_gguf.errors import CheckpointError, OutputError
-from dflash2_gguf.gguf_schema import GGMLType
+from dflash2_gguf.ggml_types import GGMLType
 
 __all__ = ["verify_file"]
 

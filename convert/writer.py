@@ -23,7 +23,8 @@ from dflash2_gguf.convert.gguf_values import Value
 from dflash2_gguf.convert.quantize import Bytes
 from dflash2_gguf.convert.verify import verify_file
 from dflash2_gguf.errors import OutputError
-from dflash2_gguf.gguf_schema import ALIGNMENT, MAGIC, VERSION, GGMLType, Key
+from dflash2_gguf.ggml_types import GGMLType
+from dflash2_gguf.gguf_schema import ALIGNMENT, MAGIC, VERSION, Key
 
 __all__ = [
     "CopiedTensor",

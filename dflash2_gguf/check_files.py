@@ -22,8 +22,9 @@ from dflash2_gguf.convert.source import open_checkpoint, read_json
 from dflash2_gguf.convert.target import Target, open_target
 from dflash2_gguf.convert.tensors import plan_tensors
 from dflash2_gguf.errors import CheckpointError, DFlash2Error, PairError
+from dflash2_gguf.ggml_types import GGMLType, TokenType, ValueType
 from dflash2_gguf.gguf_header import Header, read_header
-from dflash2_gguf.gguf_schema import ARCHITECTURE, GGMLType, Key, TokenType, ValueType, arch_key
+from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, arch_key
 from dflash2_gguf.known_models import HF_ARCHITECTURES
 from dflash2_gguf.pair import check_target, split_parts
 

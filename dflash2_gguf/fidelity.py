@@ -28,8 +28,9 @@ from dflash2_gguf.agreement import (
 )
 from dflash2_gguf.engine import EngineOptions
 from dflash2_gguf.errors import NativeError, UsageError
+from dflash2_gguf.ggml_types import GGMLType
 from dflash2_gguf.gguf_header import read_header
-from dflash2_gguf.gguf_schema import GGMLType, Key
+from dflash2_gguf.gguf_schema import Key
 from dflash2_gguf.launch import Launch, open_session
 from dflash2_gguf.prompts import Prompt, prompt_tokens
 from dflash2_gguf.replay import Replay

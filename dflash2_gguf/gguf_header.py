@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import ALIGNMENT, MAGIC, SUPPORTED_VERSIONS, Key, ValueType, arch_key
+from dflash2_gguf.ggml_types import ValueType
+from dflash2_gguf.gguf_schema import ALIGNMENT, MAGIC, SUPPORTED_VERSIONS, Key, arch_key
 
 __all__ = ["Header", "StringArray", "TensorInfo", "Value", "read_header"]
 

@@ -13,7 +13,8 @@ from importlib import resources
 from typing import Any
 
 from dflash2_gguf.errors import UsageError
-from dflash2_gguf.gguf_schema import FileType, GGMLType, Role, TensorSpec
+from dflash2_gguf.ggml_types import FileType, GGMLType
+from dflash2_gguf.gguf_schema import Role, TensorSpec
 
 if sys.version_info >= (3, 11):
     import tomllib

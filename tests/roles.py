@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash2_gguf.convert.pipeline import make_plan, run
-from dflash2_gguf.gguf_schema import FileType, GGMLType, Role
+from dflash2_gguf.ggml_types import FileType, GGMLType
+from dflash2_gguf.gguf_schema import Role
 from dflash2_gguf.presets import Preset, Rule
 from tests.provisions import DRAFTER, target_gguf
 

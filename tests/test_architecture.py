@@ -19,7 +19,7 @@ PACKAGES = {"dflash2_gguf": "dflash2_gguf", "dflash2_gguf.convert": "convert"}
 TOOL = sorted((ROOT / "cpp_patches").glob("*.py"))
 
 # what both sides may use; the converter sees nothing else of the runtime
-SHARED = {"errors", "gguf_schema", "libraries", "presets"}
+SHARED = {"errors", "ggml_types", "gguf_schema", "libraries", "presets"}
 
 # commands of dflash2-convert; those that run a pair stand on both sides, and nobody stands on them
 BRIDGES = {"check", "check_both", "check_draft", "check_files", "convert_cli"}

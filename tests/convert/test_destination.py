@@ -20,7 +20,7 @@ from dflash2_gguf.convert.gguf_values import u32
 from dflash2_gguf.convert.pipeline import check_outputs, make_plan, run
 from dflash2_gguf.convert.writer import GGUFWriter, OutputTensor
 from dflash2_gguf.errors import DFlash2Error, OutputError, UsageError
-from dflash2_gguf.gguf_schema import GGMLType
+from dflash2_gguf.ggml_types import GGMLType
 from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
 from tests.convert.conftest import Program

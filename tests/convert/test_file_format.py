@@ -15,7 +15,7 @@ from dflash2_gguf.convert.gguf_values import Value, array, boolean, f32, string,
 from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.convert.writer import CopiedTensor, GGUFWriter, OutputTensor
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import GGMLType, ValueType
+from dflash2_gguf.ggml_types import GGMLType, ValueType
 from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
 

@@ -12,7 +12,7 @@ import pytest
 from dflash2_gguf.convert.imatrix import ImportanceMatrix, read_imatrix
 from dflash2_gguf.convert.quantize import Floats, encode_rows
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.gguf_schema import GGMLType
+from dflash2_gguf.ggml_types import GGMLType
 from tests.convert.conftest import Program
 
 QUANTIZED = [kind for kind in GGMLType if kind.is_quantized]

@@ -23,7 +23,7 @@ from dflash2_gguf.convert.gguf_values import Value, array, boolean, f32, string,
 from dflash2_gguf.convert.migration import plan_migration, write_migrated
 from dflash2_gguf.convert.writer import CopiedTensor, GGUFWriter
 from dflash2_gguf.errors import CheckpointError, DFlash2Error, PairError, UsageError
-from dflash2_gguf.gguf_schema import ValueType
+from dflash2_gguf.ggml_types import ValueType
 from tests.convert import checkpoints
 from tests.convert.old_files import (
     ARRAY,

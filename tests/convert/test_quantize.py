@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from dflash2_gguf.convert.quantize import encode_rows, rope_halves, to_float32
-from dflash2_gguf.gguf_schema import GGMLType
+from dflash2_gguf.ggml_types import GGMLType
 from tests.convert import checkpoints
 
 QUANTIZED = [kind for kind in GGMLType if kind.is_quantized]

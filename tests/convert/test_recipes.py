@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dflash2_gguf.errors import UsageError
-from dflash2_gguf.gguf_schema import DraftShape, GGMLType, Role, draft_tensors
+from dflash2_gguf.ggml_types import GGMLType
+from dflash2_gguf.gguf_schema import DraftShape, Role, draft_tensors
 from dflash2_gguf.presets import choose_type, load_preset, preset_names
 
 FLOATS = ["bf16", "f16", "f32"]

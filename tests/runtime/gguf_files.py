@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, ValueType, arch_key, tensor_name
+from dflash2_gguf.ggml_types import ValueType
+from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, arch_key, tensor_name
 
 __all__ = ["SELECTOR", "drafter_fields", "target_fields", "write_gguf"]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash2_gguf.gguf_schema import Key, ValueType, arch_key
+from dflash2_gguf.ggml_types import ValueType
+from dflash2_gguf.gguf_schema import Key, arch_key
 from tests.runtime.terminal import ENVIRONMENT, PROGRAM
 
 pytestmark = pytest.mark.native
