@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.oracle.sampled import (
     BLOCK,
     GOLDEN,
     N_PREDICT,
+    SEEDS,
     VARIANTS,
     Sampled,
     generate,
@@ -47,8 +49,8 @@ from tests.oracle.spread import Spread, length, ratio
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 
-SEED = 1
-KEYS = [(rule, SEED) for rule in ("reject", "block", "coupled", "match")]
+KEYS = [(rule, seed) for seed in SEEDS for rule in ("reject", "block", "coupled", "match")]
+EXACT = [("reject", seed) for seed in SEEDS]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def prompts(target_gguf: Path, ours: Build) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def golden() -> list[Sampled]:
-    return [one for one in load_golden() if one.seed == SEED]
+    return load_golden()
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def exact(
     """``reject`` in float32, which sees the distributions that the reference sees."""
     target = tmp_path_factory.mktemp("float32") / "target.gguf"
     write_float32(target_gguf, target)
-    return run_rules(ours, (target, drafter_gguf("f32")), prompts, [("reject", SEED)], **FLOAT32)
+    return run_rules(ours, (target, drafter_gguf("f32")), prompts, EXACT, **FLOAT32)
 
 
 def test_golden_was_made_from_these_files(target_gguf: Path, golden: list[Sampled]) -> None:
@@ -106,8 +108,9 @@ def test_golden_was_made_from_these_files(target_gguf: Path, golden: list[Sample
     assert stored["target_sha256"] == hashlib.sha256(target_gguf.read_bytes()).hexdigest()
     weights = (DRAFTER / "model.safetensors").read_bytes()
     assert stored["draft_sha256"] == hashlib.sha256(weights).hexdigest()
-    for variant in VARIANTS:
-        assert [one.prompt for one in golden if one.variant == variant] == list(range(N_PROMPTS))
+    for seed, variant in product(SEEDS, VARIANTS):
+        found = [one.prompt for one in golden if (one.seed, one.variant) == (seed, variant)]
+        assert found == list(range(N_PROMPTS))
 
 
 @pytest.mark.reference
@@ -120,7 +123,8 @@ def test_golden_is_what_the_reference_gives_today(
     torch.set_num_threads(1)
     target, draft = torch_target(target_gguf), load_draft(DRAFTER)
     for stored in [one for one in golden if one.variant == variant][:2]:
-        tokens, lengths = generate(target, draft, prompts[stored.prompt], SEED, variant)
+        prompt = prompts[stored.prompt]
+        tokens, lengths = generate(target, draft, prompt, stored.seed, variant)
         assert tokens == stored.tokens
         assert "".join(map(str, lengths)) == stored.lengths
 
@@ -128,7 +132,9 @@ def test_golden_is_what_the_reference_gives_today(
 def test_reject_keeps_the_reference_s_tokens_given_its_random_numbers(
     exact: dict[str, np.ndarray], golden: list[Sampled]
 ) -> None:
-    expected = np.array([one.tokens for one in golden if one.variant == "truncated"])
+    truncated = [one for one in golden if one.variant == "truncated"]
+    in_turn = sorted(truncated, key=lambda one: (one.prompt, one.seed))
+    expected = np.array([one.tokens for one in in_turn])
     unequal = exact["tokens"] != expected
     first = np.where(unequal.any(axis=1), unequal.argmax(axis=1), N_PREDICT)
     print(f"{first.sum()} of {unequal.size} tokens before the first difference of an answer")
@@ -140,8 +146,8 @@ def test_reject_keeps_the_reference_s_tokens_given_its_random_numbers(
 def test_reject_accepts_what_the_reference_accepts(
     exact: dict[str, np.ndarray], golden: list[Sampled]
 ) -> None:
-    mine = of_rules(exact, [("reject", SEED)])["reject"]
-    found = ratio(mine, of_reference(golden, "truncated", [SEED]))
+    mine = of_rules(exact, EXACT)["reject"]
+    found = ratio(mine, of_reference(golden, "truncated", SEEDS))
     print(f"float32 {length(mine)}, ratio to the reference with the same q {found}")
     assert abs(found.value - 1) <= max(0.02, 3 * found.error)
     assert found.error <= 0.015
@@ -150,7 +156,7 @@ def test_reject_accepts_what_the_reference_accepts(
 def test_reject_on_the_real_pair_is_within_2_percent_of_the_reference(
     rules: Rules, golden: list[Sampled]
 ) -> None:
-    found = ratio(rules.counts["reject"], of_reference(golden, "published", [SEED]))
+    found = ratio(rules.counts["reject"], of_reference(golden, "published", SEEDS))
     print(f"reject {length(rules.counts['reject'])}, ratio to the published reference {found}")
     assert abs(found.value - 1) <= 0.02 + 3 * found.error
     assert found.error <= 0.03
@@ -184,7 +190,7 @@ def test_match_accepts_what_the_pin_accepts(
     rules: Rules,
 ) -> None:
     mine = until_end(rules.result, KEYS, "match", end_tokens(ours, target_gguf))
-    theirs = of_pin((target_gguf, drafter_gguf("q8_0")), prompts, [SEED], 1.0, pin)
+    theirs = of_pin((target_gguf, drafter_gguf("q8_0")), prompts, SEEDS, 1.0, pin)
     found = ratio(mine, theirs)
     print(f"match {length(mine)}, pin {length(theirs)}, ratio {found}")
     assert abs(found.value - 1) <= 3 * found.error
