@@ -62,12 +62,13 @@ bench bench-peer: $(VENV)/.installed
 # the first prompts judge, the last ones calibrate; of each of the three sets equally many
 JUDGES ?= 15
 CALIBRATING ?= 24
+DRAFT_VOCABS ?= 4096 8192 16384
 FIDELITY := build/fidelity
 PROMPTS := tests/assets/prompts/prompts.jsonl
 CHECKPOINT := tests/assets/smollm2-135m-dflash2
 PRESETS := $(sort $(patsubst quant_presets/%.toml,%,$(wildcard quant_presets/*.toml)))
 fidelity: $(VENV)/.installed-test
-	@rm -rf $(FIDELITY) && mkdir -p $(FIDELITY)/plain $(FIDELITY)/imatrix
+	@rm -rf $(FIDELITY) && mkdir -p $(FIDELITY)/plain $(FIDELITY)/imatrix $(FIDELITY)/head
 	@head -n $(JUDGES) $(PROMPTS) > $(FIDELITY)/judged.jsonl
 	@tail -n $(CALIBRATING) $(PROMPTS) > $(FIDELITY)/calibration.jsonl
 	@target=$$($(PY) -m tests.provisions target) && convert="$(BIN)/dflash2-convert" && \
@@ -77,9 +78,13 @@ fidelity: $(VENV)/.installed-test
 		--prompts $(FIDELITY)/calibration.jsonl -n 48 -c 2048 $(ARGS) -o $(FIDELITY)/imatrix.gguf && \
 	$$from $(foreach p,$(filter-out bf16 f16 f32 q8_0,$(PRESETS)),--preset $(p)) \
 		--imatrix $(FIDELITY)/imatrix.gguf -o $(FIDELITY)/imatrix && \
+	for n in $(DRAFT_VOCABS); do for p in q8_0 q4_0; do \
+		$$from --preset $$p --imatrix $(FIDELITY)/imatrix.gguf --draft-vocab $$n \
+			-o $(FIDELITY)/head/$$p-$$n.gguf || exit; \
+	done; done && \
 	$$convert fidelity -m $$target --prompts $(FIDELITY)/judged.jsonl -n 24 -c 2048 \
 		--plot docs/quantization.svg --page docs/quantization.md $(ARGS) \
-		$(FIDELITY)/plain/*-BF16.gguf $$(ls -S $(FIDELITY)/plain/* $(FIDELITY)/imatrix/* | grep -v BF16)
+		$(FIDELITY)/plain/*-BF16.gguf $$(ls -S $(FIDELITY)/plain/* $(FIDELITY)/imatrix/* $(FIDELITY)/head/* | grep -v BF16)
 
 bench-convert: $(VENV)/.installed-test
 	@pin=$$($(PATCHTOOL) build --peer | tail -1) && target=$$($(PY) -m tests.provisions target) && \

@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash2_gguf.convert.inspection import inspect, render
 from dflash2_gguf.convert.pipeline import OutputPlan, Plan, check_outputs, make_plan, run
+from dflash2_gguf.convert.reduced_head import Reduction
 from dflash2_gguf.convert.ui import Terminal, human_bytes
 from dflash2_gguf.errors import OutputError, UsageError
 from dflash2_gguf.presets import Preset, load_preset, preset_names, require_distinct
@@ -26,6 +27,7 @@ class ConvertRequest:
     presets: tuple[str, ...]
     output: Path
     imatrix: Path | None = None
+    draft_vocab: int | None = None
     force: bool = False
     dry_run: bool = False
     as_json: bool = False
@@ -44,7 +46,13 @@ def convert(request: ConvertRequest, terminal: Terminal) -> int:
     """Plan, report, and unless it is a dry run write the files; returns the exit code."""
     presets = [load_preset(name) for name in request.presets]
     outputs = list(zip(presets, _destinations(request, presets), strict=True))
-    plan = make_plan(request.source, request.target, outputs, request.imatrix)
+    plan = make_plan(
+        request.source,
+        request.target,
+        outputs,
+        imatrix=request.imatrix,
+        draft_vocab=request.draft_vocab,
+    )
     _report_plan(plan, request, terminal)
     hashes: dict[str, str] = {}
     if not request.dry_run:
@@ -78,6 +86,8 @@ def _destinations(request: ConvertRequest, presets: Sequence[Preset]) -> list[Pa
 def _report_plan(plan: Plan, request: ConvertRequest, terminal: Terminal) -> None:
     for warning in plan.warnings:
         terminal.warning(warning)
+    if plan.reduction is not None:
+        terminal.note(plan.reduction.summary(plan.origin.n_vocab))
     for output in plan.outputs:
         for line in output.fallbacks(plan.tensors):
             terminal.warning(f"{output.preset.name}: {line}")
@@ -111,6 +121,7 @@ def _result(plan: Plan, request: ConvertRequest, hashes: dict[str, str]) -> dict
         "source_sha256": hashes,
         "target": plan.origin.target,
         "parameters": plan.n_params,
+        "draft_vocab": _reduction(plan.reduction),
         "dry_run": request.dry_run,
         "outputs": [
             {
@@ -123,6 +134,17 @@ def _result(plan: Plan, request: ConvertRequest, hashes: dict[str, str]) -> dict
             for output in plan.outputs
         ],
         "warnings": list(plan.warnings),
+    }
+
+
+def _reduction(found: Reduction | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "rows": len(found.kept),
+        "counts": str(found.counts),
+        "coverage": found.coverage,
+        "never_seen": found.n_unseen,
     }
 
 

@@ -19,7 +19,7 @@ from dflash2_gguf.convert.source import SourceTensor
 from dflash2_gguf.convert.stored_weights import StoredWeight
 from dflash2_gguf.errors import CheckpointError
 
-__all__ = ["Parts", "decode", "read_part", "row_bytes"]
+__all__ = ["Parts", "ReadRows", "decode_columns", "read_part", "row_bytes", "row_reader"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # scales, zero points, group indices of a weight, by role
@@ -76,35 +76,15 @@ def row_bytes(weight: StoredWeight, n_cols: int) -> int:
     return max(1, weight.main.nbytes * (shape[-1] if shape else n_cols) // max(1, prod(shape)))
 
 
-def decode(
-    weight: StoredWeight,
-    pieces: Iterator[memoryview],
-    parts: Parts,
-    shape: tuple[int, ...],
-    *,
-    unit: int = 1,
-) -> Iterator[Floats]:
-    """Values of ``pieces`` (whole rows each) as [n, columns], in the order of the rows.
+# values [n, columns] of the bytes of whole rows, and the first one's number; for several threads
+ReadRows = Callable[[memoryview, int], Floats]
 
-    A weight stored by columns is taken in whole first; its rows come in multiples of ``unit``.
+
+def row_reader(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> ReadRows:
+    """How rows of a weight that is not stored by columns are decoded.
+
     Raises CheckpointError where the parts do not fit ``shape``.
     """
-    if weight.by_columns:
-        raw = np.frombuffer(b"".join(pieces), dtype="<i4").reshape(weight.main.shape)
-        yield from _by_columns(weight, raw, parts, shape, unit)
-        return
-    read = _reader(weight, parts, shape)
-    row = 0
-    for piece in pieces:
-        values = read(piece, row)
-        yield values
-        row += len(values)
-
-
-_Read = Callable[[memoryview, int], Floats]
-
-
-def _reader(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read:
     if weight.form == "scaled":
         return _scaled(weight, parts, shape)
     if weight.form == "packed":
@@ -149,7 +129,7 @@ def _spread(
     return rows
 
 
-def _scaled(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read:
+def _scaled(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> ReadRows:
     """FP8 or INT8, one byte a weight."""
     if len(shape) != 2:
         raise CheckpointError(f"tensor {weight.name} is quantized, it has {len(shape)} dimensions")
@@ -170,7 +150,7 @@ def _scaled(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read
     return read
 
 
-def _packed(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read:
+def _packed(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> ReadRows:
     """pack-quantized of compressed-tensors: words of integers along the columns.
 
     Zero points are packed along the rows instead.
@@ -216,7 +196,7 @@ def _column_groups(weight: StoredWeight, parts: Parts, n_cols: int, n_groups: in
     return np.arange(n_cols) // (n_cols // n_groups)
 
 
-def _fp4(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read:
+def _fp4(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> ReadRows:
     """Two E2M1 floats a byte, the lower half first (NVFP4, MXFP4)."""
     scale = parts["scale"]
     if scale.dtype == np.uint8:  # MXFP4 writes its powers of two as plain bytes
@@ -237,7 +217,7 @@ def _fp4(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> _Read:
     return read
 
 
-def _ggml(weight: StoredWeight, n_cols: int) -> _Read:
+def _ggml(weight: StoredWeight, n_cols: int) -> ReadRows:
     import gguf  # a second to import, and only for quantized GGUF sources
 
     kind, n_bytes = gguf.GGMLQuantizationType[weight.main.dtype], row_bytes(weight, n_cols)
@@ -249,10 +229,15 @@ def _ggml(weight: StoredWeight, n_cols: int) -> _Read:
     return read
 
 
-def _by_columns(
-    weight: StoredWeight, words: Array, parts: Parts, shape: tuple[int, ...], unit: int
+def decode_columns(
+    weight: StoredWeight, raw: bytes, parts: Parts, shape: tuple[int, ...], *, unit: int = 1
 ) -> Iterator[Floats]:
-    """AWQ and GPTQ: words of [inputs, outputs], with scale and zero point per group of inputs."""
+    """Rows, in order and in multiples of ``unit``, of a weight that is stored by columns.
+
+    AWQ and GPTQ: words of [inputs, outputs], with scale and zero point per group of inputs. Raises
+    CheckpointError where the parts do not fit ``shape``.
+    """
+    words = np.frombuffer(raw, dtype="<i4").reshape(weight.main.shape)
     bits, (n_rows, n_cols) = weight.scheme.bits, shape
     per_word, scale, zeros = 32 // bits, parts["scale"], _unpack(parts["zeros"], bits)
     if weight.form == "awq":

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry, read_gguf
 from dflash2_gguf.convert.quantize import Floats
 from dflash2_gguf.errors import CheckpointError
-from dflash2_gguf.ggml_types import GGMLType
+from dflash2_gguf.ggml_types import GGMLType, ValueType
 from dflash2_gguf.gguf_schema import IMATRIX_TYPE, Key, Name
 
 __all__ = ["ImportanceMatrix", "read_imatrix"]
+
+Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 _MAKE_HINT = "make it with `dflash2-convert calibrate` for this drafter"
 _SHOWN = 3
@@ -27,12 +30,16 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceMatrix:
-    """One file: ``weights`` [n_cols] by tensor, and where it says it is from."""
+    """One file: ``weights`` [n_cols] by tensor, and where it says it is from.
+
+    token_counts [n_vocab]: how often each token was chosen, None in files of other programs.
+    """
 
     path: Path
     datasets: tuple[str, ...]
     n_chunks: int
     weights: dict[str, Floats]
+    token_counts: Counts | None = None
 
     def require_columns(self, columns: Sequence[tuple[str, int]]) -> None:
         """Check that it is of a model with these tensors (name, columns).
@@ -89,7 +96,17 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
         datasets=tuple(str(item) for item in datasets.items()),
         n_chunks=n_chunks,
         weights={name: _weights(header, name) for name in sorted(sums)},
+        token_counts=_token_counts(header),
     )
+
+
+def _token_counts(header: GGUFHeader) -> Counts | None:
+    value = header.values.get(Key.IMATRIX_TOKEN_COUNTS)
+    if value is None:
+        return None
+    if value.item is not ValueType.UINT32:
+        raise CheckpointError(f"{header.path} counts tokens in another type than U32", _MAKE_HINT)
+    return np.frombuffer(value.raw, dtype="<u4").astype(np.int64)
 
 
 def _weights(header: GGUFHeader, name: str) -> Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -15,13 +14,13 @@ from pathlib import Path
 from dflash2_gguf.convert.card import CardFile, Measurement, card, read_measurements
 from dflash2_gguf.convert.metadata import NO_DERIVATIVES, licence_limits
 from dflash2_gguf.convert.pipeline import OutputPlan, Plan, check_outputs, make_plan, run
+from dflash2_gguf.convert.source import file_sha256
 from dflash2_gguf.convert.ui import Terminal
 from dflash2_gguf.errors import CheckpointError, OutputError
 from dflash2_gguf.presets import load_preset, require_distinct
 
 __all__ = ["PackRequest", "pack"]
 
-_HASH_BYTES = 1 << 22
 _SUMS, _CARD = "SHA256SUMS", "README.md"
 
 
@@ -54,7 +53,7 @@ def pack(request: PackRequest, terminal: Terminal) -> int:
         outputs = [
             (load_preset(name), folder / f"{stem}-{name.upper()}.gguf") for name in request.presets
         ]
-        plan = make_plan(request.source, request.target, outputs, request.imatrix)
+        plan = make_plan(request.source, request.target, outputs, imatrix=request.imatrix)
         _require_licence(plan, request)
         for warning in plan.warnings:
             terminal.warning(warning)
@@ -112,16 +111,12 @@ def _umask() -> int:
 
 
 def _card_file(output: OutputPlan, measured: dict[str, tuple[Measurement, ...]]) -> CardFile:
-    digest = hashlib.sha256()
-    with output.path.open("rb") as file:
-        while piece := file.read(_HASH_BYTES):
-            digest.update(piece)
     counts = Counter(choice.type.name for choice in output.choices.values())
     return CardFile(
         name=output.path.name,
         preset=output.preset.name,
         nbytes=output.path.stat().st_size,
-        sha256=digest.hexdigest(),
+        sha256=file_sha256(output.path),
         types=dict(sorted(counts.items())),
         measured=measured.get(output.preset.name, ()),
     )

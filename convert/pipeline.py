@@ -5,40 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 
-from dflash2_gguf.convert.gguf_facts import gguf_facts
-from dflash2_gguf.convert.gguf_source import (
-    open_gguf_source,
-    plan_gguf_tensors,
-    requantized_metadata,
-    requantizing_warning,
-)
-from dflash2_gguf.convert.gguf_values import Value
-from dflash2_gguf.convert.hparams import read_hparams
+from dflash2_gguf.convert.gguf_values import Value, string
 from dflash2_gguf.convert.imatrix import ImportanceMatrix, read_imatrix
-from dflash2_gguf.convert.mask_embedding import lend_tables, read_mask
-from dflash2_gguf.convert.metadata import (
-    Provenance,
-    build_metadata,
-    imatrix_metadata,
-    licence_warning,
-    provenance_of,
-    read_provenance,
-)
-from dflash2_gguf.convert.source import (
-    Checkpoint,
-    SourceTensor,
-    open_checkpoint,
-    read_json,
-    read_pieces,
-    read_source,
-)
-from dflash2_gguf.convert.target import check_pair, open_target
-from dflash2_gguf.convert.tensors import PlannedTensor, plan_tensors
+from dflash2_gguf.convert.metadata import imatrix_metadata, size_label
+from dflash2_gguf.convert.origin import Origin, count_parameters, open_source
+from dflash2_gguf.convert.reduced_head import Reduction, map_bytes, plan_reduction, reduce_head
+from dflash2_gguf.convert.source import Checkpoint, SourceTensor, read_pieces, read_source
+from dflash2_gguf.convert.tensors import PlannedTensor
 from dflash2_gguf.convert.transfer import piece_bytes, transfer
 from dflash2_gguf.convert.writer import (
     GGUFWriter,
@@ -48,7 +25,7 @@ from dflash2_gguf.convert.writer import (
     file_bytes,
 )
 from dflash2_gguf.errors import UsageError
-from dflash2_gguf.gguf_schema import Name, Role
+from dflash2_gguf.gguf_schema import Key, Role
 from dflash2_gguf.presets import Choice, Preset, choose_type
 
 __all__ = ["OutputPlan", "Plan", "check_outputs", "make_plan", "run"]
@@ -83,19 +60,6 @@ class OutputPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What a drafter is, wherever its tensors come from. ``describe`` gives a file's metadata."""
-
-    name: str
-    target: str
-    provenance: Provenance
-    n_layer: int
-    n_vocab: int
-    gqa: int
-    describe: Callable[[Preset, dict[str, str] | None], dict[str, Value]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that is known before the first weight is read."""
 
@@ -105,11 +69,12 @@ class Plan:
     outputs: tuple[OutputPlan, ...]
     warnings: tuple[str, ...]
     imatrix: ImportanceMatrix | None = None
+    reduction: Reduction | None = None
 
     @property
     def n_params(self) -> int:
         """Parameters of the drafter."""
-        return _count(self.tensors)
+        return count_parameters(self.tensors)
 
     def metadata(
         self, output: OutputPlan, hashes: dict[str, str] | None = None
@@ -118,111 +83,58 @@ class Plan:
         values = self.origin.describe(output.preset, hashes)
         if self.imatrix is not None and output.is_quantized:
             values |= imatrix_metadata(self.imatrix)
+        if self.reduction is not None:
+            values[Key.SIZE_LABEL] = string(size_label(self.n_params))
+            values[Key.DRAFT_VOCAB_COUNTS] = string(str(self.reduction.counts))
         return values
-
-
-def _count(tensors: Sequence[PlannedTensor]) -> int:
-    return sum(prod(t.spec.shape) for t in tensors if t.spec.role is not Role.VOCAB_MAP)
-
-
-# what a source comes to: how it is stored, what it is, its tensors, and warnings
-_Source = tuple[Checkpoint, Origin, tuple[PlannedTensor, ...], tuple[str, ...]]
 
 
 def make_plan(
     source: Path,
     target_path: Path | None,
     outputs: Sequence[tuple[Preset, Path]],
+    *,
     imatrix: Path | None = None,
+    draft_vocab: int | None = None,
 ) -> Plan:
     """Check source and target, and decide the type of every tensor; writes nothing.
 
     ``source``: a checkpoint's folder, with its target, or a drafter's GGUF file, without.
-    ``imatrix``: an importance matrix for the quantizers. Raises CheckpointError, PairError, or
-    UsageError when an output is one of the inputs, or a target is missing or too much.
+    ``imatrix``: an importance matrix for the quantizers. ``draft_vocab``: how many rows of the head
+    to keep, by the counts in that; rows of the target's where the drafter has no head, so a GGUF
+    file comes with its target too then. Raises CheckpointError, PairError, or UsageError when an
+    output is one of the inputs, or a target is missing or too much.
     """
-    if source.suffix == ".gguf":
-        checkpoint, origin, tensors, warnings = _from_gguf(source, target_path)
-    else:
-        checkpoint, origin, tensors, warnings = _from_checkpoint(source, target_path)
-    importance = None if imatrix is None else _open_imatrix(imatrix, tensors)
-    planned = tuple(
-        _plan_output(preset, path, origin, tensors, with_imatrix=imatrix is not None)
-        for preset, path in outputs
-    )
-    unused = () if importance is None else _unused(importance, tensors, planned)
-    plan = Plan(
-        checkpoint=checkpoint,
-        origin=origin,
-        tensors=tensors,
-        outputs=planned,
-        warnings=(*warnings, *unused),
-        imatrix=importance,
-    )
-    _refuse_inputs_as_outputs(plan, target_path)
-    return plan
-
-
-def _from_checkpoint(source: Path, target_path: Path | None) -> _Source:
-    checkpoint = open_checkpoint(source)
-    hparams = read_hparams(read_json(source / "config.json"))
-    if target_path is None:
-        raise UsageError(
-            "a checkpoint is converted for its target", "name the target's file with --target"
-        )
-    mask = read_mask(source, hparams)
-    lends = mask is not None and not {Name.HF_EMBEDDINGS, Name.HF_HEAD} <= set(checkpoint.tensors)
-    tables = lend_tables(target_path) if lends else None
-    matched = plan_tensors(hparams, checkpoint, mask=mask, tables=tables)
-    target = open_target(target_path)
-    check_pair(hparams, target)
-    provenance = replace(read_provenance(source, hparams), quantization=matched.quantization)
-    licence = licence_warning(provenance)
-
-    def describe(preset: Preset, hashes: dict[str, str] | None) -> dict[str, Value]:
-        return build_metadata(
-            hparams,
-            target,
-            preset,
-            provenance,
-            n_params=_count(matched.tensors),
-            files=checkpoint.files,
-            hashes=hashes,
-        )
-
-    origin = Origin(
-        name=provenance.name,
-        target=target.name,
-        provenance=provenance,
-        n_layer=hparams.n_layer,
-        n_vocab=hparams.n_vocab,
-        gqa=hparams.n_head // hparams.n_head_kv,
-        describe=describe,
-    )
-    warnings = (*hparams.warnings, *matched.warnings, *([licence] if licence else []))
-    return checkpoint, origin, matched.tensors, warnings
-
-
-def _from_gguf(source: Path, target_path: Path | None) -> _Source:
-    header, checkpoint = open_gguf_source(source)
-    if target_path is not None:
+    if source.suffix == ".gguf" and target_path is not None and draft_vocab is None:
         raise UsageError(
             f"{source.name} has its tokenizer already", "leave --target out for a GGUF file"
         )
-    facts, _ = gguf_facts(header)
-    tensors = plan_gguf_tensors(header, checkpoint)
-    origin = Origin(
-        name=str(facts["name"] or source.stem),
-        target=str(facts["target"] or "unknown"),
-        provenance=provenance_of(facts),
-        n_layer=facts["layers"],
-        n_vocab=facts["vocabulary"],
-        gqa=max(1, facts["heads"] // facts["kv_heads"]),
-        describe=partial(requantized_metadata, header),
+    found = open_source(source, target_path)
+    importance = None if imatrix is None else _open_imatrix(imatrix, found.tensors)
+    tensors, reduction, warnings = found.tensors, None, found.warnings
+    if draft_vocab is not None:
+        metadata = found.origin.describe(outputs[0][0], None)
+        reduction = plan_reduction(draft_vocab, importance, metadata, found.origin.n_vocab)
+        tensors = reduce_head(
+            tensors, reduction.kept, checkpoint=found.checkpoint, target=target_path
+        )
+    planned = tuple(
+        _plan_output(preset, path, found.origin, tensors, with_imatrix=imatrix is not None)
+        for preset, path in outputs
     )
-    lossy = requantizing_warning(tensors)
-    licence = licence_warning(provenance_of(facts))
-    return checkpoint, origin, tensors, tuple(line for line in (lossy, licence) if line)
+    if importance is not None:
+        warnings = (*warnings, *_unused(importance, tensors, planned, reduction))
+    plan = Plan(
+        checkpoint=found.checkpoint,
+        origin=found.origin,
+        tensors=tensors,
+        outputs=planned,
+        warnings=warnings,
+        imatrix=importance,
+        reduction=reduction,
+    )
+    _refuse_inputs_as_outputs(plan, target_path)
+    return plan
 
 
 def _open_imatrix(path: Path, tensors: Sequence[PlannedTensor]) -> ImportanceMatrix:
@@ -233,15 +145,22 @@ def _open_imatrix(path: Path, tensors: Sequence[PlannedTensor]) -> ImportanceMat
 
 
 def _unused(
-    imatrix: ImportanceMatrix, tensors: Sequence[PlannedTensor], outputs: Sequence[OutputPlan]
+    imatrix: ImportanceMatrix,
+    tensors: Sequence[PlannedTensor],
+    outputs: Sequence[OutputPlan],
+    reduction: Reduction | None,
 ) -> list[str]:
-    """Warnings: tensors that are quantized without importance, or none that are quantized."""
+    """Warnings: tensors that are quantized without importance, or a file that serves nothing.
+
+    The head that drafts is not among those it knows: it is lent by the target while it is made.
+    """
     names = [
         t.spec.name
         for t in tensors
-        if any(output.choices[t.spec.name].type.is_quantized for output in outputs)
+        if t.kept is None
+        and any(output.choices[t.spec.name].type.is_quantized for output in outputs)
     ]
-    if outputs and not names:
+    if outputs and not names and reduction is None:
         return [f"no tensor is quantized, {imatrix.path} is not used"]
     missing = imatrix.missing(names)
     return [missing] if missing else []
@@ -326,10 +245,13 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
                 _write(plan, writers, tensor, plan.checkpoint, counted)
 
         for tensor in plan.tensors:
-            if tensor.lender is not None:
+            if tensor.spec.role is Role.VOCAB_MAP and tensor.kept is not None:
+                for _, writer in writers:
+                    writer.write_rows(tensor.spec.name, 0, map_bytes(tensor.kept))
+            elif tensor.lender is not None:
                 pieces = read_pieces(tensor.lender, tensor.source, piece_bytes(tensor))
                 _write(plan, writers, tensor, tensor.lender, pieces)
-        hashes = read_source(
+        hashes = plan.origin.other_files | read_source(
             plan.checkpoint,
             piece_bytes=lambda source: piece_bytes(planned.get(source.name)),
             visit=visit,

@@ -1,4 +1,4 @@
-"""Weights from checkpoint types to GGUF types, a few rows at a time.
+"""Weights from checkpoint types to GGUF types, a few rows at a time, from any thread.
 
 Floats are converted by numpy on bit views; quantized types by ggml's own ``ggml_quantize_chunk``,
 so the bytes are those of ``llama-quantize``, with and without importance matrix.
@@ -7,8 +7,6 @@ so the bytes are those of ``llama-quantize``, with and without importance matrix
 from __future__ import annotations
 
 import ctypes
-import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -18,13 +16,14 @@ from dflash2_gguf.errors import CheckpointError, NativeError
 from dflash2_gguf.ggml_types import GGMLType
 from dflash2_gguf.libraries import load
 
-__all__ = ["DTYPE_SIZE", "Floats", "encode_rows", "rope_halves", "to_float32"]
+__all__ = ["DTYPE_SIZE", "Floats", "encode_rows", "rope_halves", "stored_values", "to_float32"]
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 DTYPE_SIZE = {"F32": 4, "F16": 2, "BF16": 2}
-_MAX_THREADS = 8
+# of a float: its bits as an integer, and those of its exponent, all of which an infinity or NaN has
+_BITS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
 
@@ -39,6 +38,13 @@ def to_float32(raw: memoryview, dtype: str) -> Floats:
         bits <<= 16
         return bits.view(np.float32)
     raise ValueError(f"unknown dtype {dtype}")
+
+
+def stored_values(raw: memoryview, dtype: str) -> tuple[bool, bool]:
+    """Of little-endian floats: are all of them finite, is any of them not zero."""
+    kind, exponent = _BITS[dtype]
+    bits = np.frombuffer(raw, dtype=kind)
+    return not bool(((bits & exponent) == exponent).any()), bool((bits << 1).any())
 
 
 def rope_halves(values: Floats, head_dim: int) -> Floats:
@@ -119,30 +125,16 @@ def _ggml() -> ctypes.CDLL:
 
 
 def _quantize(values: Floats, kind: GGMLType, importance: Floats | None) -> Bytes:
-    """Rows are independent of each other, so threads change nothing but the time."""
     n_rows, n_cols = values.shape
-    row_bytes = kind.row_bytes(n_cols)
-    out = np.empty(n_rows * row_bytes, dtype=np.uint8)
-    _ggml().ggml_quantize_init(int(kind))
-    threads = min(_MAX_THREADS, os.cpu_count() or 1, n_rows)
-    step = -(-n_rows // threads)
-    with ThreadPoolExecutor(threads) as pool:
-        slices = [(at, min(n_rows, at + step)) for at in range(0, n_rows, step)]
-        list(pool.map(lambda rows: _quantize_slice(values, out, rows, kind, importance), slices))
-    return out
-
-
-def _quantize_slice(
-    values: Floats, out: Bytes, rows: tuple[int, int], kind: GGMLType, importance: Floats | None
-) -> None:
-    (first, end), row_bytes = rows, kind.row_bytes(values.shape[1])
-    source, target = values[first:end], out[first * row_bytes : end * row_bytes]
-    pointer = source.ctypes.data_as(_FLOATS)
+    out = np.empty(n_rows * kind.row_bytes(n_cols), dtype=np.uint8)
+    pointer = values.ctypes.data_as(_FLOATS)
     weights = None if importance is None else importance.ctypes.data_as(_FLOATS)
+    _ggml().ggml_quantize_init(int(kind))
     written = _ggml().ggml_quantize_chunk(
-        int(kind), pointer, target.ctypes.data, 0, end - first, values.shape[1], weights
+        int(kind), pointer, out.ctypes.data, 0, n_rows, n_cols, weights
     )
-    if written != target.nbytes:
-        raise NativeError(f"ggml wrote {written} bytes of {kind.name} instead of {target.nbytes}")
-    if not _ggml().ggml_validate_row_data(int(kind), target.ctypes.data, target.nbytes):
+    if written != out.nbytes:
+        raise NativeError(f"ggml wrote {written} bytes of {kind.name} instead of {out.nbytes}")
+    if not _ggml().ggml_validate_row_data(int(kind), out.ctypes.data, out.nbytes):
         raise NativeError(f"ggml produced invalid {kind.name} data")
+    return out

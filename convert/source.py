@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "SourceTensor",
     "Visitor",
+    "file_sha256",
     "open_checkpoint",
     "read_json",
     "read_source",
@@ -272,12 +274,16 @@ def _read_flat(
             piece = memoryview(buffer)[: min(len(buffer), left)]
             if file.readinto(piece) != len(piece):
                 raise CheckpointError(f"{name} ended inside tensor {tensor.stored_name!r}")
-            digest.update(piece)
+            hashing = hasher.submit(digest.update, piece)
             left -= len(piece)
             yield piece
+            hashing.result()
 
     try:
-        with (checkpoint.directory / name).open("rb", buffering=0) as raw:
+        with (
+            (checkpoint.directory / name).open("rb", buffering=0) as raw,
+            ThreadPoolExecutor(1) as hasher,  # while the visitor works on the piece
+        ):
             file = _FullReader(raw)
             digest.update(file.read(checkpoint.data_starts[name]))
             at = 0
@@ -326,6 +332,11 @@ def _read_torch(
         data = state[tensor.stored_name][2].data
         step = piece_bytes(tensor)
         visit(tensor, (data[at : at + step] for at in range(0, tensor.nbytes, step)))
+    return file_sha256(path)
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a whole file; OSError when it cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_HASH_BYTES):

@@ -104,9 +104,9 @@ class StoredWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """A target's embeddings and head, by the names that a drafter's own would have."""
+    """A target's embeddings and head, by the names that a drafter's own would have, and where."""
 
-    checkpoint: Checkpoint
+    checkpoints: Mapping[str, Checkpoint]
     weights: Mapping[str, StoredWeight]
 
 

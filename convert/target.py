@@ -19,7 +19,7 @@ from dflash2_gguf.convert.tokenizer_json import read_tokenizer
 from dflash2_gguf.errors import CheckpointError, PairError
 from dflash2_gguf.gguf_schema import ARCHITECTURE, Key, arch_key
 
-__all__ = ["Target", "check_pair", "first_part", "open_target"]
+__all__ = ["Target", "all_parts", "check_pair", "first_part", "open_target"]
 
 # every row gets a name in memory; the largest vocabularies in use have 262144
 _MAX_VOCAB = 2**22
@@ -64,6 +64,27 @@ def first_part(path: Path) -> Path:
             "the first part holds the tokenizer",
         )
     return first
+
+
+def all_parts(path: Path) -> list[Path]:
+    """The files of a split model, ``path`` alone where it is not split.
+
+    Raises CheckpointError when one is missing.
+    """
+    match = _SPLIT.search(path.name)
+    if match is None:
+        return [path]
+    stem, count = path.name[: match.start()], int(match[2])
+    parts = [
+        path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)
+    ]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path.name} is part of a split model and {missing[0]} is missing",
+            "download all of its files",
+        )
+    return parts
 
 
 def _from_gguf(header: GGUFHeader) -> Target:

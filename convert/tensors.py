@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from dflash2_gguf.convert.hparams import DraftHparams
 from dflash2_gguf.convert.quantize import DTYPE_SIZE, Floats
@@ -13,7 +16,9 @@ from dflash2_gguf.convert.stored_weights import StoredWeight, Tables, find_weigh
 from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import Name, Role, TensorSpec, draft_tensors
 
-__all__ = ["PlannedTensor", "TensorPlan", "plan_tensors"]
+__all__ = ["Ids", "PlannedTensor", "TensorPlan", "plan_tensors"]
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 _SHOWN = 5
 _TABLE = Name.HF_EMBEDDINGS
@@ -55,8 +60,9 @@ _LEFTOVERS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_
 class PlannedTensor:
     """A tensor to write and its source. ``rope_dim`` > 0: reorder heads of that size.
 
-    lender: where the tensor is, if not in the drafter's checkpoint. row, values: one row to
-    replace, none where row is -1.
+    lender: where the tensor is, if it is read apart from the drafter's checkpoint. row, values: one
+    row to replace, none where row is -1. kept: token ids of a reduced head's rows, ascending; the
+    map of them has no source but these.
     """
 
     spec: TensorSpec
@@ -65,6 +71,7 @@ class PlannedTensor:
     lender: Checkpoint | None = None
     row: int = -1
     values: Floats | None = None
+    kept: Ids | None = None
 
     @property
     def source(self) -> SourceTensor:
@@ -83,6 +90,11 @@ class PlannedTensor:
         for size in self.spec.shape[:-1]:
             count *= size
         return count
+
+    @property
+    def n_source_rows(self) -> int:
+        """Rows that the source has."""
+        return self.n_rows if self.kept is None else self.weight.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +148,7 @@ def plan_tensors(
     tensors = tuple(
         replace(
             _planned(spec, weights[spec.hf_name], hparams),
-            lender=tables.checkpoint if tables and spec.hf_name in lent else None,
+            lender=tables.checkpoints[spec.hf_name] if tables and spec.hf_name in lent else None,
             row=hparams.mask_token_id if mask is not None and spec.hf_name == _TABLE else -1,
             values=mask,
         )

@@ -27,6 +27,8 @@ from dflash2_gguf.session import Session
 from dflash2_gguf.stats import Stats
 from dflash2_gguf.ui import Terminal
 
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
 __all__ = ["CalibrationSettings", "calibrate", "write_imatrix"]
 
 
@@ -61,7 +63,7 @@ def calibrate(launch: Launch, settings: CalibrationSettings, terminal: Terminal)
     """
     require_writable(settings.output, force=settings.force)
     with open_session(launch, terminal) as session:
-        _decode(session, settings, terminal)
+        counts = _decode(session, settings, terminal)
         stats, width = session.stats, session.draft_max
         entries = session.importance()
     if not stats.n_draft_passes:
@@ -69,6 +71,7 @@ def calibrate(launch: Launch, settings: CalibrationSettings, terminal: Terminal)
     write_imatrix(
         settings.output,
         entries,
+        token_counts=counts,
         dataset=settings.dataset,
         n_blocks=stats.n_draft_passes,
         block_rows=width + 1,
@@ -78,11 +81,19 @@ def calibrate(launch: Launch, settings: CalibrationSettings, terminal: Terminal)
 
 
 def write_imatrix(
-    path: Path, entries: Sequence[Importance], *, dataset: str, n_blocks: int, block_rows: int
+    path: Path,
+    entries: Sequence[Importance],
+    *,
+    token_counts: Counts,
+    dataset: str,
+    n_blocks: int,
+    block_rows: int,
 ) -> None:
     """Write an importance matrix, whole or not at all (``tools/imatrix/imatrix.cpp:save_imatrix``).
 
-    A chunk of upstream's is a block of ``block_rows`` tokens here. Raises OutputError.
+    A chunk of upstream's is a block of ``block_rows`` tokens here. ``token_counts`` [n_vocab], how
+    often each token stood in prompts and answers, is for ``--draft-vocab``; upstream passes over
+    it. Raises OutputError.
     """
     with replacing(path) as temporary:
         writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
@@ -90,6 +101,12 @@ def write_imatrix(
         writer.add_array(Key.IMATRIX_DATASETS, [dataset])
         writer.add_uint32(Key.IMATRIX_CHUNK_COUNT, n_blocks)
         writer.add_uint32(Key.IMATRIX_CHUNK_SIZE, block_rows)
+        writer.add_key_value(
+            Key.IMATRIX_TOKEN_COUNTS,
+            token_counts.tolist(),
+            gguf.GGUFValueType.ARRAY,
+            sub_type=gguf.GGUFValueType.UINT32,
+        )
         for entry in entries:
             sums = np.array(entry.sums, dtype=np.float32).reshape(1, -1)
             count = np.array([[entry.n_rows]], dtype=np.float32)
@@ -103,19 +120,23 @@ def write_imatrix(
             writer.close()
 
 
-def _decode(session: Session, settings: CalibrationSettings, terminal: Terminal) -> None:
+def _decode(session: Session, settings: CalibrationSettings, terminal: Terminal) -> Counts:
+    """How often each token stood in prompts and answers [n_vocab]."""
+    counts = np.zeros(session.n_vocab, dtype=np.int64)
     with terminal.progress("answering") as on_progress:
         for number, prompt in enumerate(settings.prompts):
             tokens = prompt_tokens(session, prompt, raw=settings.raw)
             session.reset()
-            for _ in session.generate(
+            np.add.at(counts, tokens, 1)
+            for piece in session.generate(
                 tokens,
                 max_tokens=settings.max_tokens,
                 sampling=settings.sampling,
                 draft=session.draft_max,
             ):
-                pass
+                np.add.at(counts, list(piece.tokens), 1)
             on_progress((number + 1) / len(settings.prompts))
+    return counts
 
 
 def _summary(settings: CalibrationSettings, stats: Stats, n_weights: int) -> str:

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -105,10 +106,19 @@ def _parse(words: list[str]) -> _Job:
 
 
 def _with_command(words: list[str]) -> list[str]:
-    """The word ``convert`` may be left out."""
+    """The word ``convert`` may be left out.
+
+    Raises UsageError for a word that resembles a command and is no file.
+    """
     if not words:
         return ["--help"]
-    return words if words[0] in (*_COMMANDS, "--help") else ["convert", *words]
+    first = words[0]
+    if first in (*_COMMANDS, "--help", "--version"):
+        return words
+    similar = get_close_matches(first, _COMMANDS, n=1)
+    if similar and not first.startswith("-") and not Path(first).exists():
+        raise UsageError(f"there is no command {first}", f"{similar[0]} is meant?")
+    return ["convert", *words]
 
 
 def _parser_error() -> type[Any]:
@@ -121,7 +131,7 @@ def _first_lower(error: Any) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _program() -> None:
+def _program(version: options.Version = False) -> None:  # shown before all else
     """Convert DFlash 2 drafters to GGUF. The word `convert` may be left out."""
 
 
@@ -159,6 +169,15 @@ def _convert(
         Path, typer.Option("-o", "--output", metavar="OUT", help="A .gguf file, or a folder.")
     ] = Path(),
     imatrix: _Imatrix = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocab",
+            metavar="N",
+            min=1,
+            help="Keep N rows of the head: the tokens most often counted in --imatrix.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything but the weights, write nothing.")
@@ -176,6 +195,7 @@ def _convert(
         presets=tuple(preset),
         output=output,
         imatrix=imatrix,
+        draft_vocab=draft_vocab,
         force=force,
         dry_run=dry_run,
         as_json=as_json,
@@ -327,9 +347,7 @@ def _calibrate(
     gpu_layers: options.GpuLayers = "auto",
     temp: options.Temperature = 0.8,
     seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Random seed.")] = 0,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Take texts as they are, not as messages of a chat.")
-    ] = False,
+    raw: options.Raw = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: _Json = False,
     verbose: options.Verbose = False,
@@ -375,9 +393,7 @@ def _fidelity(
     ] = 48,
     ctx_size: options.CtxSize = None,
     threads: options.Threads = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Take texts as they are, not as messages of a chat.")
-    ] = False,
+    raw: options.Raw = False,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Draw acceptance against size, PNG or SVG."),

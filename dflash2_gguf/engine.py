@@ -150,6 +150,7 @@ class Engine:
             raise
         self.vocab = Vocab(self._target.handle or 0)
         self.n_ctx: int = self._api.dflash2.dflash2_session_n_ctx(self._handle)
+        self.n_ctx_trained = trained_context(self._target)
         self.draft_max: int = self._api.dflash2.dflash2_session_n_draft_max(self._handle)
         self.n_parallel = options.n_parallel
 

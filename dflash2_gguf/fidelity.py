@@ -30,7 +30,7 @@ from dflash2_gguf.engine import EngineOptions
 from dflash2_gguf.errors import NativeError, UsageError
 from dflash2_gguf.ggml_types import GGMLType
 from dflash2_gguf.gguf_header import read_header
-from dflash2_gguf.gguf_schema import Key
+from dflash2_gguf.gguf_schema import Key, Name, tensor_name
 from dflash2_gguf.launch import Launch, open_session
 from dflash2_gguf.prompts import Prompt, prompt_tokens
 from dflash2_gguf.replay import Replay
@@ -73,21 +73,24 @@ class FidelitySettings:
 class Drafter:
     """A file and what its header says.
 
-    preset: the recipe; imatrix: was it quantized with an importance matrix? nbytes: of all tensors;
-    bits: per weight; types: of its matrices, in words.
+    preset: the recipe; imatrix: was it quantized with an importance matrix? n_tokens: those that a
+    reduced head can draft, None for all; nbytes: of all tensors; bits: per weight; types: of its
+    matrices, in words.
     """
 
     path: Path
     preset: str
     imatrix: bool
+    n_tokens: int | None
     nbytes: int
     bits: float
     types: str
 
     @property
     def label(self) -> str:
-        """Recipe and whether with an importance matrix, in words."""
-        return f"{self.preset} + imatrix" if self.imatrix else self.preset
+        """Recipe, whether with an importance matrix, and the size of a reduced head, in words."""
+        name = f"{self.preset} + imatrix" if self.imatrix else self.preset
+        return name if self.n_tokens is None else f"{name}, {self.n_tokens} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +171,14 @@ def name_drafters(paths: Sequence[Path]) -> list[Drafter]:
         header = read_header(path)
         tensors = header.tensors.values()
         kinds = Counter(_type_name(t.type_id) for t in tensors if len(t.shape) == 2)
+        rows = header.tensors.get(str(tensor_name(Name.HF_VOCAB_MAP)))
         nbytes = header.file_size - header.data_offset
         found.append(
             Drafter(
                 path=path,
                 preset=header.get(Key.PRESET, str) or path.stem,
                 imatrix=Key.QUANTIZE_IMATRIX_FILE in header.fields,
+                n_tokens=None if rows is None else rows.shape[0],
                 nbytes=nbytes,
                 bits=8 * nbytes / sum(prod(tensor.shape) for tensor in tensors),
                 types=", ".join(f"{name} {count}" for name, count in kinds.most_common()),

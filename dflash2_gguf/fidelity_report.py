@@ -13,7 +13,7 @@ from typing import Any
 from dflash2_gguf.agreement import Interval
 from dflash2_gguf.engine import physical_cores
 from dflash2_gguf.errors import UsageError
-from dflash2_gguf.fidelity import Acceptance, FidelitySettings, Measured, measure
+from dflash2_gguf.fidelity import Acceptance, Drafter, FidelitySettings, Measured, measure
 from dflash2_gguf.replacing import replacing, require_writable
 from dflash2_gguf.ui import Terminal
 
@@ -200,22 +200,37 @@ def plot(found: Sequence[Measured], path: Path) -> None:
             figure.savefig(temporary, format=kind, metadata=metadata, dpi=120)
 
 
+# kinds of drafters: marker, colour
+_SERIES = {
+    "without importance matrix": ("o", "tab:blue"),
+    "with importance matrix": ("s", "tab:orange"),
+    "with a reduced head": ("^", "tab:green"),
+}
+
+
+def _series(drafter: Drafter) -> str:
+    kinds = list(_SERIES)
+    return kinds[2] if drafter.n_tokens is not None else kinds[int(drafter.imatrix)]
+
+
 def _panel(axes: object, found: Sequence[Measured], index: int) -> None:
     draw: Any = axes
-    for imatrix, marker, colour in ((False, "o", "tab:blue"), (True, "s", "tab:orange")):
-        chosen = [one for one in found if one.drafter.imatrix is imatrix]
+    for kind, (marker, colour) in _SERIES.items():
+        chosen = [one for one in found if _series(one.drafter) == kind]
+        if not chosen:
+            continue
         sizes = [one.drafter.nbytes / 1e6 for one in chosen]
         ratios = [one.acceptance[index].relative for one in chosen]
         values = [ratio.value for ratio in ratios]
         below = [ratio.value - ratio.low for ratio in ratios]
         above = [ratio.high - ratio.value for ratio in ratios]
-        label = "with importance matrix" if imatrix else "without"
         draw.errorbar(
-            sizes, values, yerr=[below, above], fmt=marker, color=colour, label=label, linewidth=0.7
+            sizes, values, yerr=[below, above], fmt=marker, color=colour, label=kind, linewidth=0.7
         )
         for one, size, value in zip(chosen, sizes, values, strict=True):
             place = {"xytext": (4, 3), "textcoords": "offset points"}
-            draw.annotate(one.drafter.preset, (size, value), fontsize=6, color=colour, **place)
+            name = one.drafter.label.replace(" + imatrix", "")
+            draw.annotate(name, (size, value), fontsize=6, color=colour, **place)
     draw.axhline(1.0, color="grey", linewidth=0.8)
     draw.set_xscale("log")
     for axis in (draw.xaxis.set_major_formatter, draw.xaxis.set_minor_formatter):

@@ -69,6 +69,7 @@ class Key:
     IMATRIX_DATASETS = "imatrix.datasets"  # see upstream's common/imatrix-loader.cpp
     IMATRIX_CHUNK_COUNT = "imatrix.chunk_count"
     IMATRIX_CHUNK_SIZE = "imatrix.chunk_size"
+    IMATRIX_TOKEN_COUNTS = "dflash2.token_counts"  # in an importance matrix, ignored by upstream
     QUANTIZE_IMATRIX_FILE = "quantize.imatrix.file"
     QUANTIZE_IMATRIX_DATASET = "quantize.imatrix.dataset"
     QUANTIZE_IMATRIX_ENTRIES = "quantize.imatrix.entries_count"
@@ -113,6 +114,7 @@ class Key:
     SOURCE_QUANTIZATION = "dflash2.source.quantization"
     SOURCE_GGUF = "dflash2.source.gguf"
     SOURCE_GGUF_SHA256 = "dflash2.source.gguf_sha256"
+    DRAFT_VOCAB_COUNTS = "dflash2.draft_vocab.counts"  # the file that rows were chosen by
     TARGET_NAME = "dflash2.target.name"
     TARGET_ARCHITECTURE = "dflash2.target.architecture"
     TARGET_BLOCK_COUNT = "dflash2.target.block_count"

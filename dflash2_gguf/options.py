@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ __all__ = [
     "NoDraft",
     "Prompt",
     "Prompts",
+    "Raw",
     "Seed",
     "Stop",
     "Temperature",
@@ -31,7 +33,15 @@ __all__ = [
     "TopP",
     "Verbose",
     "Verifier",
+    "Version",
 ]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dflash2-gguf {metadata.version('dflash2-gguf')}")
+        raise typer.Exit
+
 
 Model = Annotated[
     Path | None, typer.Option("-m", "--model", metavar="FILE", help="Target, a GGUF file.")
@@ -141,7 +151,7 @@ GpuLayers = Annotated[
     typer.Option(
         "--gpu-layers",
         metavar="auto|N",
-        help="Target layers on the GPU; auto is all, or as many as --fit finds.",
+        help="Target layers on the GPU; auto is all that there can be.",
     ),
 ]
 Exact = Annotated[
@@ -155,4 +165,13 @@ Prompts = Annotated[
     typer.Option(
         "--prompts", metavar="FILE", help="One prompt a line, or .jsonl with a text or tokens."
     ),
+]
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
+    ),
+]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Take texts as they are, not as messages of a chat.")
 ]

@@ -143,6 +143,11 @@ class Session:
         return self._open_engine().n_ctx
 
     @property
+    def n_ctx_trained(self) -> int:
+        """The longest text that the target was trained to see, in tokens."""
+        return self._open_engine().n_ctx_trained
+
+    @property
     def draft_max(self) -> int:
         """Tokens drafted per round; 0 without a drafter."""
         return self._open_engine().draft_max
@@ -158,6 +163,12 @@ class Session:
         """Bytes in use, per part; waits for the step in progress."""
         with self._scheduler.engine(urgent=True):
             return self._open_engine().memory()
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens of the target's vocabulary."""
+        with self._control:
+            return self._open_engine().vocab.n_tokens
 
     def importance(self) -> list[Importance]:
         """What the drafter's weights were multiplied with, of a session with ``calibrate``.

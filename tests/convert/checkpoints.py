@@ -199,8 +199,9 @@ def read_field(reader: gguf.GGUFReader, key: str) -> Any:
 
 
 def dequantized(reader: gguf.GGUFReader) -> dict[str, Floats]:
-    """All tensors of a file as float32 through the ``gguf`` package, in numpy order."""
+    """All weights of a file as float32 through the ``gguf`` package, in numpy order."""
     return {
         t.name: gguf.dequantize(t.data, t.tensor_type).reshape(tuple(reversed(t.shape.tolist())))
         for t in reader.tensors
+        if t.tensor_type is not gguf.GGMLQuantizationType.I64  # a map of tokens
     }

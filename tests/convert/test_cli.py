@@ -97,12 +97,14 @@ def test_json_result_is_complete(checkpoint: Path, target: Path, program: Progra
 
     words = ["--preset", "bf16", "-o", "x.gguf", "--json"]
     done = program("tiny", "--target", "target.gguf", *words)
-    digest = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    files = ("model.safetensors", "config.json")
+    hashes = {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
     assert json.loads(done.out) == {
         "source": "tiny",
-        "source_sha256": {"model.safetensors": digest},
+        "source_sha256": hashes,
         "target": "tiny target",
         "parameters": 25824,
+        "draft_vocab": None,
         "dry_run": False,
         "outputs": [
             {
@@ -456,3 +458,10 @@ def test_closed_pipe_ends_quietly(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_misspelled_command_is_named(program: Program) -> None:
+    done = program("calibrat", "-m", "t.gguf")
+    assert done.code == 2
+    assert done.err.startswith("error: there is no command calibrat\n")
+    assert "calibrate is meant?" in done.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from pathlib import Path
 from typing import Any
@@ -206,13 +207,14 @@ def test_metadata_says_what_the_config_says(checkpoint: Path, target: Path, tmp_
         assert f"dflash.{absent}" not in reader.fields
 
 
-def test_source_hash_is_that_of_the_file(checkpoint: Path, target: Path, tmp_path: Path) -> None:
-    import hashlib
-
+def test_source_hashes_are_those_of_the_files(
+    checkpoint: Path, target: Path, tmp_path: Path
+) -> None:
     reader = convert(checkpoint, target, tmp_path / "out.gguf")
-    digest = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
-    assert checkpoints.read_field(reader, "dflash2.source.files") == ["model.safetensors"]
-    assert checkpoints.read_field(reader, "dflash2.source.sha256") == [digest]
+    files = ["model.safetensors", "config.json"]
+    digests = [hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files]
+    assert checkpoints.read_field(reader, "dflash2.source.files") == files
+    assert checkpoints.read_field(reader, "dflash2.source.sha256") == digests
 
 
 @pytest.mark.parametrize(

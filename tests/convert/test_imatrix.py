@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -22,7 +22,11 @@ FC = ("fc.weight", np.array([2.0, 6.0, 0.0, 1.0], dtype=np.float32), 2.0)
 
 
 def write_imatrix(
-    path: Path, *entries: tuple[str, Floats, float], leave_out: str = "", kind: str = "imatrix"
+    path: Path,
+    *entries: tuple[str, Floats, float],
+    leave_out: str = "",
+    kind: str = "imatrix",
+    token_counts: Sequence[float] | None = None,
 ) -> Path:
     """An importance matrix of (weight, sums, count), by the gguf package alone."""
     writer = gguf.GGUFWriter(path, "dflash")
@@ -32,6 +36,10 @@ def write_imatrix(
     for key, value in (("imatrix.chunk_count", 5), ("imatrix.chunk_size", 8)):
         if key != leave_out:
             writer.add_uint32(key, value)
+    if token_counts is not None:
+        types = gguf.GGUFValueType
+        of = types.UINT32 if all(type(n) is int for n in token_counts) else types.FLOAT32
+        writer.add_key_value("dflash2.token_counts", token_counts, types.ARRAY, sub_type=of)
     for name, sums, count in entries:
         writer.add_tensor(f"{name}.in_sum2", sums.reshape(1, -1))
         if leave_out != f"{name}.counts":

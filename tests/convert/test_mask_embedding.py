@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -21,6 +22,7 @@ from tests.convert.test_peer import differing, upstream_convert
 from tests.convert.test_variants import KNOWN_VOCAB, rows, with_tables
 
 MASK = 3
+TABLES = ("token_embd.weight", "output.weight")
 
 
 def converted(source: Path, target: Path, path: Path, preset: str = "f32") -> dict[str, Any]:
@@ -34,18 +36,25 @@ def add_mask(source: Path, *, token: object = MASK, size: int = 32, value: float
     return source
 
 
-def lender(path: Path, *, tied: bool, n_vocab: int = checkpoints.N_VOCAB) -> Path:
-    """A target's GGUF file with a Q8_0 table, and a BF16 head unless they are tied."""
+def lender(
+    path: Path, *, tied: bool, tables: tuple[str, ...] = TABLES, ending: tuple[int, ...] = ()
+) -> Path:
+    """A target's GGUF file with a Q8_0 table, and a BF16 head unless they are tied.
+
+    tables: those that are in the file. ending: its EOS and EOT tokens.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(6)
     writer.add_embedding_length(32)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(n_vocab)])
-    table = gguf.quantize(rows(n_vocab, 32), gguf.GGMLQuantizationType.Q8_0)
-    writer.add_tensor("token_embd.weight", table, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    if not tied:
-        head = gguf.quantize(rows(n_vocab, 32, seed=9), gguf.GGMLQuantizationType.BF16)
-        writer.add_tensor("output.weight", head, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.add_token_list([f"t{i}" for i in range(checkpoints.N_VOCAB)])
+    for add, token in zip((writer.add_eos_token_id, writer.add_eot_token_id), ending, strict=False):
+        add(token)
+    kinds = (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.BF16)
+    for name, kind, seed in zip(TABLES, kinds, (7, 9), strict=True):
+        if name in tables and not (tied and name == TABLES[1]):
+            table = gguf.quantize(rows(checkpoints.N_VOCAB, 32, seed=seed), kind)
+            writer.add_tensor(name, table, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -64,6 +73,16 @@ def test_tables_of_a_targets_file_are_taken(tied: bool, checkpoint: Path, tmp_pa
     )
     table[MASK] = np.linspace(-1, 1, 32, dtype=np.float32) * np.float32(0.3)
     np.testing.assert_allclose(found["token_embd.weight"], table, rtol=1e-6)
+
+
+def test_the_file_names_the_vectors_hash(checkpoint: Path, tmp_path: Path) -> None:
+    source, target = add_mask(checkpoint), lender(tmp_path / "target.gguf", tied=True)
+    convert(source, target, tmp_path / "out.gguf")
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    files = checkpoints.read_field(reader, "dflash2.source.files")
+    hashes = checkpoints.read_field(reader, "dflash2.source.sha256")
+    assert files == ["model.safetensors", "config.json", "mask_embedding.pt"]
+    assert hashes == [hashlib.sha256((source / name).read_bytes()).hexdigest() for name in files]
 
 
 def test_a_checkpoints_own_tables_come_first(target: Path, tmp_path: Path) -> None:
@@ -135,9 +154,7 @@ def test_a_target_without_weights_cannot_lend(
         f"{target} has no token_embd.weight, and the drafter's mask_embedding.pt replaces a "
         "row of it"
     )
-    assert hint == (
-        "give the target with its weights: its first GGUF file, or its whole Hugging Face folder"
-    )
+    assert hint == "give the target with its weights: a GGUF file, or its whole Hugging Face folder"
 
 
 def test_nothing_in_the_file_is_executed(checkpoint: Path, target: Path, tmp_path: Path) -> None:

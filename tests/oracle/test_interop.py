@@ -12,14 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dflash2_gguf.convert.pipeline import make_plan, run
 from dflash2_gguf.peer import PeerOptions, peer_server
+from dflash2_gguf.presets import load_preset
 from tests.convert.hf_targets import write_hf_target
+from tests.convert.test_imatrix import write_imatrix
 from tests.oracle.builds import Build, tokenized
 from tests.oracle.prompts import load_prompts
 
 pytestmark = [pytest.mark.native, pytest.mark.peer, pytest.mark.slow]
 
 N_PREDICT, N_CTX = 64, 1024
+N_VOCAB = 49152
 END_OF_TEXT = (0, 2)  # the server stops there, and so must not reach one within N_PREDICT
 
 
@@ -48,25 +52,41 @@ def our_answers(
 ) -> Callable[[Path], list[Answer]]:
     def answers(draft: Path) -> list[Answer]:
         pair = {"path": str(target_gguf), "draft": str(draft), "n_threads": 1}
-        run = ours.run_parallel("session", prompts, n_predict=N_PREDICT, n_ctx=N_CTX, **pair)
-        rounds = np.bincount(run["prompt"], minlength=len(prompts))
+        found = ours.run_parallel("session", prompts, n_predict=N_PREDICT, n_ctx=N_CTX, **pair)
+        rounds = np.bincount(found["prompt"], minlength=len(prompts))
         lengths = (N_PREDICT - 1) / rounds
-        pairs = zip(run["tokens"], lengths, strict=True)
+        pairs = zip(found["tokens"], lengths, strict=True)
         return [Answer(tokens.tolist(), float(length)) for tokens, length in pairs]
 
     return answers
 
 
-@pytest.mark.parametrize("preset", ["bf16", "q8_0"])
+def reduced(target: Path, drafter: Path, folder: Path) -> Path:
+    """The drafter in q8_0 with a head of the tokens of the smallest ids."""
+    counts = np.arange(N_VOCAB)[::-1].tolist()
+    columns = ("fc.weight", np.ones(5 * 576, dtype=np.float32), 1.0)
+    imatrix = write_imatrix(folder / "counts.gguf", columns, token_counts=counts)
+    path = folder / "reduced.gguf"
+    plan = make_plan(
+        drafter, target, [(load_preset("q8_0"), path)], imatrix=imatrix, draft_vocab=N_VOCAB // 6
+    )
+    run(plan, force=False, progress=lambda _count: None)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "reduced"])
 def test_our_file_drafts_in_the_unpatched_server_as_it_does_here(
-    preset: str,
+    kind: str,
     target_gguf: Path,
+    drafter_dir: Path,
     drafter_gguf: Callable[[str], Path],
     prompts: list[list[int]],
     peer_bin: Callable[[str], Path],
     our_answers: Callable[[Path], list[Answer]],
+    tmp_path: Path,
 ) -> None:
-    draft = drafter_gguf(preset)
+    is_reduced = kind == "reduced"
+    draft = reduced(target_gguf, drafter_dir, tmp_path) if is_reduced else drafter_gguf(kind)
     options = PeerOptions(
         program=peer_bin("llama-server"),
         target=target_gguf,
@@ -77,8 +97,8 @@ def test_our_file_drafts_in_the_unpatched_server_as_it_does_here(
     with peer_server(options) as server:
         served = [server.run(prompt, N_PREDICT) for prompt in prompts]
     mine = our_answers(draft)
-    assert [answer.tokens for answer in mine] == [list(run.tokens) for run in served]
-    assert [answer.length for answer in mine] == [run.acceptance_length for run in served]
+    assert [answer.tokens for answer in mine] == [list(one.tokens) for one in served]
+    assert [answer.length for answer in mine] == [one.acceptance_length for one in served]
     assert min(answer.length for answer in mine) > 1
 
 

@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
+from dflash2_gguf import Session
 from dflash2_gguf.calibrate import write_imatrix
 from dflash2_gguf.convert_cli import main
 from dflash2_gguf.engine import Importance
@@ -62,6 +63,21 @@ def test_the_file_counts_context_and_block_rows(
 
 
 @pytest.mark.native
+def test_tokens_of_prompts_and_answers_are_counted(
+    words: list[str], target_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--json", "--raw"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    field = gguf.GGUFReader(tmp_path / "m.gguf").fields["dflash2.token_counts"]
+    counts = np.array(field.contents())
+    with Session(target_gguf, n_ctx=64, n_threads=1) as session:
+        prompts = [session.tokenize(line) for line in PROMPTS.splitlines()]
+        assert len(counts) == session.n_vocab
+    assert counts.sum() == told["tokens"] + sum(map(len, prompts))
+    assert all(counts[token] > 0 for prompt in prompts for token in prompt)
+
+
+@pytest.mark.native
 def test_calibrating_again_records_the_same(words: list[str], tmp_path: Path) -> None:
     assert main(words) == 0
     first = (tmp_path / "m.gguf").read_bytes()
@@ -97,7 +113,15 @@ def test_unpatched_llama_quantize_reads_it_and_makes_our_tensors(
 def test_the_format_is_that_of_upstream(tmp_path: Path) -> None:
     entries = [Importance("a.weight", array("d", [1.0, 4.0]), 3)]
     path = tmp_path / "m.gguf"
-    write_imatrix(path, entries, dataset="some/prompts.txt", n_blocks=5, block_rows=8)
+    counts = np.array([0, 3, 1])
+    write_imatrix(
+        path,
+        entries,
+        token_counts=counts,
+        dataset="some/prompts.txt",
+        n_blocks=5,
+        block_rows=8,
+    )
     reader = gguf.GGUFReader(path)
     known = {
         name: field.contents()
@@ -110,6 +134,7 @@ def test_the_format_is_that_of_upstream(tmp_path: Path) -> None:
         "imatrix.datasets": ["some/prompts.txt"],
         "imatrix.chunk_count": 5,
         "imatrix.chunk_size": 8,
+        "dflash2.token_counts": [0, 3, 1],
     }
     shapes = {t.name: (t.shape.tolist(), t.data.ravel().tolist()) for t in reader.tensors}
     assert shapes == {
@@ -127,7 +152,14 @@ def test_nothing_is_left_where_writing_fails(
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", fail)
     entries = [Importance("a.weight", array("d", [1.0]), 3)]
     with pytest.raises(OutputError, match="No space left"):
-        write_imatrix(tmp_path / "m.gguf", entries, dataset="x", n_blocks=1, block_rows=8)
+        write_imatrix(
+            tmp_path / "m.gguf",
+            entries,
+            token_counts=np.zeros(4, dtype=np.int64),
+            dataset="x",
+            n_blocks=1,
+            block_rows=8,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
