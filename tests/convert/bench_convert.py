@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -21,15 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from tests.convert import checkpoints
 from tests.convert.hf_targets import write_hf_target
-from tests.convert.test_configs import PUBLISHED
+from tests.convert.releases import PUBLISHED, write_random
 
-__all__ = ["Cost", "main", "run", "write_random"]
+__all__ = ["Cost", "main", "run"]
 
-_BLOCK = 1 << 24
 _MIB = 1 << 20
 
 
@@ -39,28 +34,6 @@ class Cost:
 
     seconds: float
     peak: int
-
-
-def write_random(folder: Path, name: str) -> int:
-    """The published drafter ``name`` with random bf16 weights; returns the bytes of its tensors."""
-    data, _ = PUBLISHED[name]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(data))
-    header, at = {}, 0
-    for tensor, shape in checkpoints.shapes(data).items():
-        count = 2
-        for size in shape:
-            count *= size
-        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + count]}
-        at += count
-    values = np.random.default_rng(0).normal(scale=0.02, size=_BLOCK // 2).astype(np.float32)
-    block = checkpoints.to_bytes(checkpoints.round_bf16(values), "BF16")
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for start in range(0, at, len(block)):
-            file.write(block[: min(len(block), at - start)])
-    return at
 
 
 def write_target(folder: Path, name: str, tokenizer: Path) -> Path:
@@ -139,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     costs: dict[tuple[str, str], list[Cost]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-convert-", dir="build") as name:
         folder = Path(name)
-        nbytes = write_random(folder / "drafter", options.shape)
+        write_random(options.shape, folder / "drafter")
+        nbytes = 2 * PUBLISHED[options.shape][1]
         target = write_target(folder / "target", options.shape, options.target)
         commands = _commands(folder, folder / "drafter", target, options.pin, options.threads)
         for number in range(options.rounds):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +34,14 @@ from tests.convert.pairs import (
     write_right_drafter,
     write_right_target,
 )
+from tests.convert.releases import PUBLISHED, write_checkpoint_of, write_target_of
 from tests.convert.test_check import CONVERT, OTHER, error, found, note
 from tests.convert.test_check import warning as warned
-from tests.convert.test_configs import PUBLISHED
 from tests.convert.test_target import write_folder
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = gguf.GGMLQuantizationType
-
-TARGETS = {
-    "GLM-5.3-Flash-DFlash2": "glm5-next",
-    "GLM-5.3-DFlash2": "glm-dsa",
-    "Qwen3.8-27B-DFlash2": "qwen35",
-    "Muse-Glimmer-30B-DFlash2": "muse-glimmer",
-}
 
 
 @pytest.fixture
@@ -61,43 +52,6 @@ def drafter(tmp_path: Path) -> Path:
 def message(facts: tuple[Fact, ...], name: str) -> str:
     (fact,) = [fact for fact in facts if fact.name == name]
     return fact.message
-
-
-def write_target_of(release: str, path: Path) -> Path:
-    """A target for a release at its true size: metadata, embeddings and head."""
-    data, _ = PUBLISHED[release]
-    arch, hidden, rows = TARGETS[release], data["hidden_size"], data["vocab_size"]
-    values: dict[str, Any] = {
-        "general.architecture": arch,
-        "general.name": release.removesuffix("-DFlash2"),
-        f"{arch}.block_count": data["num_target_layers"],
-        f"{arch}.embedding_length": hidden,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [f"t{i}" for i in range(rows)],
-    }
-    if arch == "glm5-next":
-        values[f"{arch}.hyper_connection.count"] = 4
-    if arch == "qwen35":
-        values[f"{arch}.rope.dimension_sections"] = [11, 11, 10, 0]
-    return write_holes(
-        path, values, {"token_embd.weight": (rows, hidden), "output.weight": (rows, hidden)}
-    )
-
-
-def write_checkpoint_of(release: str, folder: Path) -> Path:
-    """A published checkpoint whose weights are a hole."""
-    data, _ = PUBLISHED[release]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(data))
-    header, at = {}, 0
-    for name, shape in checkpoints.shapes(data).items():
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + 2 * prod(shape)]}
-        at += 2 * prod(shape)
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(file.tell() + at)
-    return folder
 
 
 def write_drafter_of(

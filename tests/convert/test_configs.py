@@ -17,6 +17,7 @@ from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_schema import draft_tensors
 from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
+from tests.convert.releases import PUBLISHED
 from tests.convert.test_target import write_folder
 
 BOUNDED = settings(
@@ -24,101 +25,6 @@ BOUNDED = settings(
     deadline=2000,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-def published(
-    *,
-    hidden: int,
-    ff: int,
-    layers: int,
-    heads: int,
-    eps: float,
-    theta: float,
-    context: int,
-    vocab: int,
-    targets: int,
-    mask: int,
-    ids: list[int],
-    block: int = 8,
-    eos: Any = None,
-    **extra: float,
-) -> dict[str, Any]:
-    """All keys of a published config."""
-    return {
-        "architectures": ["DFlash2DraftModel"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "dflash_config": {
-            "block_size": block,
-            "conv_group_size": 16,
-            "conv_kernel_size": 2,
-            "mask_token_id": mask,
-            "selector_rank": 256,
-            "selector_top_k": 16,
-            "target_layer_ids": ids,
-            **extra,
-        },
-        "dtype": "bfloat16",
-        "eos_token_id": eos,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": ff,
-        "is_causal": False,
-        "layer_types": ["sliding_attention"] * layers,
-        "max_position_embeddings": context,
-        "max_window_layers": layers,
-        "model_type": "qwen3",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "num_target_layers": targets,
-        "pad_token_id": 0,
-        "rms_norm_eps": eps,
-        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-        "sliding_window": 2048,
-        "tie_word_embeddings": False,
-        "transformers_version": "5.7.0",
-        "use_cache": False,
-        "use_sliding_window": True,
-        "vocab_size": vocab,
-    }
-
-
-GLM = [154820, 154827, 154829]
-PUBLISHED = {
-    "GLM-5.3-Flash-DFlash2": (
-        published(
-            hidden=4096, ff=12288, layers=5, heads=32, eps=1e-5, theta=1e4, context=1048576,
-            vocab=154880, targets=45, mask=154856, ids=[5, 14, 24, 33, 42], eos=GLM,
-        ),
-        1_171_080_448,
-    ),
-    "GLM-5.3-DFlash2": (
-        published(
-            hidden=6144, ff=12288, layers=6, heads=64, eps=1e-5, theta=1e6, context=1048576,
-            vocab=154880, targets=78, mask=154856, ids=[5, 19, 33, 47, 61, 75], eos=GLM,
-        ),
-        2_459_424_256,
-    ),
-    "Qwen3.8-27B-DFlash2": (
-        published(
-            hidden=5120, ff=17408, layers=5, heads=32, eps=1e-6, theta=1e7, context=262144,
-            vocab=248320, targets=64, mask=248070, ids=[5, 19, 33, 47, 61], eos=248044,
-        ),
-        1_924_404_480,
-    ),
-    "Muse-Glimmer-30B-DFlash2": (
-        published(
-            hidden=6656, ff=19968, layers=5, heads=32, eps=1e-5, theta=5e5, context=131072,
-            vocab=202048, targets=52, mask=201818, ids=[1, 13, 25, 37, 49], block=16, eos=200001,
-            output_multiplier=0.19611613513818404, final_logit_softcapping=20.0,
-        ),
-        2_772_159_744,
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
