@@ -81,6 +81,7 @@ def _chat(
     ] = None,
     chat_template: options.Template = None,
     verbose: options.Verbose = False,
+    version: options.Version = False,  # noqa: ARG001  # shown before anything else is looked at
 ) -> _Job | None:
     """Chat with a GGUF model, drafted by its DFlash 2 drafter: the same text in fewer steps."""
     if context.invoked_subcommand is not None:
@@ -226,6 +227,7 @@ def _prove(
     exact: Annotated[
         bool, typer.Option("--exact/--no-exact", help="In exact mode, or as it comes.")
     ] = True,
+    raw: options.Raw = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
     verbose: options.Verbose = False,
 ) -> _Job:
@@ -259,6 +261,7 @@ def _prove(
             seed=seed,
             verifier="coupled" if temp > 0 else "auto",
         ),
+        raw=raw,
         as_json=as_json,
     )
     return partial(prove, launch, settings, Terminal())

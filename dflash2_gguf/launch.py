@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ __all__ = [
     "parse_gpu_layers",
     "plan_session",
     "read_text",
+    "unmet",
 ]
 
 
@@ -58,10 +60,21 @@ def open_session(launch: Launch, terminal: Terminal) -> Session:
             on_progress=on_progress,
             verbose=launch.verbose,
         )
-    wanted = launch.draft_max or 0
-    if drafts and session.draft_max < wanted:
-        terminal.warning(f"this drafter drafts {session.draft_max} tokens at once, not {wanted}")
+    for line in unmet(launch, session):
+        terminal.warning(line)
     return session
+
+
+def unmet(launch: Launch, opened: Session | Plan) -> Iterator[str]:
+    """What was asked for and is not to be had, or not to be trusted."""
+    wanted = launch.draft_max or 0
+    if launch.draft is not None and opened.draft_max < wanted:
+        yield f"this drafter drafts {opened.draft_max} tokens at once, not {wanted}"
+    if (launch.n_ctx or 0) > opened.n_ctx_trained:
+        yield (
+            f"the context of {launch.n_ctx} tokens is longer than the {opened.n_ctx_trained} that "
+            "the target was trained for"
+        )
 
 
 def parse_draft_max(text: str) -> int | None:

@@ -35,7 +35,8 @@ Measure = Callable[[int, int | None], Memory]
 class Plan:
     """What a session takes; sizes in tokens, memory in bytes.
 
-    n_ctx: context of each of the n_parallel sequences. draft_max: most drafted tokens per round,
+    n_ctx: context of each of the n_parallel sequences; n_ctx_trained: the longest text that the
+    target was trained to see. draft_max: most drafted tokens per round,
     0 without a drafter. n_gpu_layers: layers of the target on the GPU, None for all there can be.
     memory: per part. Weights count in full although they stay in the file until they are read;
     what llama.cpp keeps besides (vocabulary, graphs) is some tens of MB. free: what the machine
@@ -43,6 +44,7 @@ class Plan:
     """
 
     n_ctx: int
+    n_ctx_trained: int
     n_parallel: int
     draft_max: int
     n_gpu_layers: int | None
@@ -98,6 +100,7 @@ def make_plan(
             n_ctx, layers = find_fit(scale.memory, _less_margin(free), choices)
         return Plan(
             n_ctx=n_ctx,
+            n_ctx_trained=scale.n_ctx_trained(),
             n_parallel=options.n_parallel,
             draft_max=_draft_max(draft, options),
             n_gpu_layers=layers,
@@ -155,6 +158,10 @@ class _Scale:
         """The context when nothing is fitted."""
         return context_length(self._target, self._options)
 
+    def n_ctx_trained(self) -> int:
+        """Tokens that the target was trained to see."""
+        return trained_context(self._target)
+
     def choices(self, *, offload: bool) -> Choices:
         """What the options leave open; layers only where there is a GPU."""
         layers = None
@@ -162,7 +169,7 @@ class _Scale:
             layers = api().llama.llama_model_n_layer(self._target.handle) + 1  # and the head
         if self._options.n_ctx is not None:
             return Choices(smallest=self.n_ctx(), largest=self.n_ctx(), n_layers=layers)
-        trained = trained_context(self._target)
+        trained = self.n_ctx_trained()
         return Choices(smallest=min(_SMALLEST, trained), largest=trained, n_layers=layers)
 
     def _open(self) -> tuple[Model, Model | None]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from dflash2_gguf.errors import UsageError
 from dflash2_gguf.launch import Launch, open_session
 from dflash2_gguf.measure import first_difference
-from dflash2_gguf.prompts import Prompt
+from dflash2_gguf.prompts import Prompt, prompt_tokens
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
@@ -21,11 +21,15 @@ _HARDLY_DRAFTED = 0.1  # part of the steps that verified a draft
 
 @dataclass(frozen=True, kw_only=True)
 class ProofSettings:
-    """What to compare: ``max_tokens`` of every answer, sampled as ``sampling`` says."""
+    """What to compare: ``max_tokens`` of every answer, sampled as ``sampling`` says.
+
+    raw: texts are taken as they are, not as messages through the target's chat template.
+    """
 
     prompts: tuple[Prompt, ...]
     max_tokens: int
     sampling: SamplingParams
+    raw: bool = False
     as_json: bool = False
 
     def __post_init__(self) -> None:
@@ -97,7 +101,7 @@ def _compare(launch: Launch, settings: ProofSettings, terminal: Terminal) -> Pro
             n_tokens += len(tokens)
             at = first_difference(tokens, other)
             if at is not None:
-                prompt = settings.prompts[number]
+                prompt = prompt_tokens(session, settings.prompts[number], raw=settings.raw)
                 found.append(_difference(session, number, prompt, at, tokens, other))
     return Proof(
         n_prompts=len(settings.prompts),
@@ -122,7 +126,9 @@ def _answers(
         for number, prompt in enumerate(settings.prompts):
             session.reset()
             pieces = session.generate(
-                prompt, max_tokens=settings.max_tokens, sampling=settings.sampling
+                prompt_tokens(session, prompt, raw=settings.raw),
+                max_tokens=settings.max_tokens,
+                sampling=settings.sampling,
             )
             yield tuple(token for piece in pieces for token in piece.tokens)
             on_progress((number + 1) / len(settings.prompts))
@@ -131,7 +137,7 @@ def _answers(
 def _difference(
     session: Session,
     number: int,
-    prompt: Prompt,
+    prompt: list[int],
     at: int,
     plain: Sequence[int],
     drafted: Sequence[int],
@@ -140,9 +146,8 @@ def _difference(
     other = drafted[at] if at < len(drafted) else None
     margin = None
     if own is not None and other is not None:
-        head = session.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         greedy = SamplingParams(temperature=0)
-        list(session.generate([*head, *plain[:at]], max_tokens=1, sampling=greedy))
+        list(session.generate([*prompt, *plain[:at]], max_tokens=1, sampling=greedy))
         a, b = session.logits([own, other])
         margin = a - b
     return Difference(number, at, own, other, margin)

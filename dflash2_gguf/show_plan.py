@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dflash2_gguf.launch import Launch, chosen, plan_session
+from dflash2_gguf.launch import Launch, chosen, plan_session, unmet
 from dflash2_gguf.plan import Plan
 from dflash2_gguf.stats import Memory
 from dflash2_gguf.ui import Terminal
@@ -18,6 +18,8 @@ def show_plan(launch: Launch, terminal: Terminal, *, n_parallel: int, as_json: b
     terminal.write(json.dumps(plan.as_dict()) + "\n" if as_json else _table(plan))
     if launch.fit:
         terminal.note(chosen(plan))
+    for line in unmet(launch, plan):
+        terminal.warning(line)
     if (lack := plan.shortage()) is not None:
         terminal.warning(f"it does not fit: {lack}")
     return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,6 +16,7 @@ from dflash2_gguf.errors import DFlash2Error
 
 __all__ = ["Terminal"]
 
+_LOG_EVERY = 60.0  # seconds
 _STYLES = {"error": "bold red", "warning": "yellow", "hint": "cyan", "note": "dim"}
 
 
@@ -71,15 +73,26 @@ class Terminal:
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[float], None]]:
-        """A bar for a task that reports 0..1; nothing in a pipe."""
+        """A bar for a task that reports 0..1; in a log a line a minute."""
         if not self._styled:
-            yield _ignore
+            yield self._logging(label)
             return
         from rich.progress import Progress
 
         with Progress(console=_console(), transient=True) as bar:
             task = bar.add_task(label, total=1.0)
             yield lambda fraction: bar.update(task, completed=fraction)
+
+    def _logging(self, label: str) -> Callable[[float], None]:
+        last = time.monotonic()
+
+        def on_progress(fraction: float) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _LOG_EVERY:
+                last = time.monotonic()
+                self.note(f"{label}: {fraction:.0%}")
+
+        return on_progress
 
     def _say(self, kind: str, text: str, *, label: bool = True) -> None:
         start = f"{kind}: " if label else ""
@@ -111,10 +124,6 @@ def _console() -> Any:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False)
-
-
-def _ignore(_fraction: float) -> None:
-    """Progress that nobody sees."""
 
 
 def _read_edited(prompt: str) -> str | None:

@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,26 @@ def test_asking_for_more_than_the_drafter_can_is_told(target_gguf: Path, drafter
     done = _run(arguments)
     assert done.stderr == "warning: this drafter drafts 7 tokens at once, not 20\n"
     assert done.returncode == 0
+
+
+@pytest.mark.native
+def test_a_plan_tells_what_cannot_be_had_and_what_was_not_trained(
+    target_gguf: Path, drafter: Path
+) -> None:
+    pair = ["-m", str(target_gguf), "-d", str(drafter)]
+    done = _run(["plan", *pair, "--draft-max", "20", "-c", "16384"])
+    assert done.stderr.startswith(
+        "warning: this drafter drafts 7 tokens at once, not 20\n"
+        "warning: the context of 16384 tokens is longer than the 8192 that the target was trained "
+        "for\n"
+    )
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    for module in ("dflash2_gguf", "dflash2_gguf.convert_cli"):
+        command = [sys.executable, "-m", module, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
+        assert done.stdout == f"dflash2-gguf {metadata.version('dflash2-gguf')}\n"
 
 
 @pytest.mark.native

@@ -32,13 +32,12 @@ class _Scripted:
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def tokenize(self, text: str) -> list[int]:
-        return [len(text)]
+    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(messages[0]["content"])]
 
-    def generate(self, prompt: Any, **_options: Any) -> Iterator[Generation]:
-        yield Generation(
-            "", tokens=self._answers.get(prompt, ()) if isinstance(prompt, str) else ()
-        )
+    def generate(self, prompt: list[int], **_options: Any) -> Iterator[Generation]:
+        tokens = self._answers.get(chr(prompt[0]), ()) if len(prompt) == 1 else ()
+        yield Generation("", tokens=tokens)
 
     def logits(self, tokens: Sequence[int]) -> list[float]:
         return [token / 4 for token in tokens]
