@@ -18,7 +18,9 @@ static constexpr int32_t EXPLORE_ROUNDS = 3;
 static constexpr int32_t PROBE_ROUNDS   = 4;
 static constexpr int32_t PROBE_FIRST    = 64;    // plain steps until the first probe; doubles up to the last
 static constexpr int32_t PROBE_LAST     = 2048;
-static constexpr double  PROBE_SHARE    = 0.01;  // of the time, for finding out again that drafting does not pay
+static constexpr double  PROBE_SHARE    = 0.01;  // of the time, for finding out again that drafting does not pay;
+                                                 // less by the square of how far it was from paying
+static constexpr double  PROBE_LONGEST  = 65536.0;  // plain steps, also when a pause of the machine looked like a cost
 static constexpr int32_t PROBE_HOPELESS = 2;     // rounds of a probe after which it may end early,
 static constexpr double  HOPELESS       = 0.6;   // below this part of the plain rate
 static constexpr int32_t REFRESH_EVERY  = 48;    // drafting rounds
@@ -188,14 +190,17 @@ int32_t dflash2_width::plan(const dflash2_costs & costs, int32_t n_past, int32_t
     return n_draft_max_;
 }
 
-// Drafting stops. The dearer it was to see that it does not pay, the longer until it is tried again.
+// Drafting stops. The dearer it was to see that it does not pay, and the further it is from paying, the longer until it
+// is tried again.
 void dflash2_width::stop_drafting(int32_t n_seqs, double plain_us) {
-    const double lost_us = us_ - tokens_ * plain_us / n_seqs;
-    drafting_            = false;
-    probe_rounds_        = 0;
-    probe_every_         = std::min(std::max(PROBE_FIRST, 2 * probe_every_), PROBE_LAST);
-    until_probe_         = std::max(probe_every_, (int32_t) (lost_us / (PROBE_SHARE * plain_us)));
-    reason_              = DFLASH2_WIDTH_PLAIN;
+    const double lost_us  = us_ - tokens_ * plain_us / n_seqs;
+    const double nearness = std::min(1.0, drafting_rate() * plain_us / n_seqs);
+    const double share    = PROBE_SHARE * nearness * nearness;
+    drafting_             = false;
+    probe_rounds_         = 0;
+    probe_every_          = std::min(std::max(PROBE_FIRST, 2 * probe_every_), PROBE_LAST);
+    until_probe_          = std::max(probe_every_, (int32_t) std::min(lost_us / (share * plain_us), PROBE_LONGEST));
+    reason_               = DFLASH2_WIDTH_PLAIN;
 }
 
 int32_t dflash2_width::plan_drafting(int32_t n_seqs, double plain_us) {
