@@ -31,6 +31,7 @@ from dflash2_gguf.workloads import Question, by_workload, read_questions
 __all__ = ["Results", "main"]
 
 _PARTS = ("speed", "concurrency")
+_METHOD = 2  # counts up when figures are taken otherwise and cannot stand on a page with older ones
 _TEMPERATURES = (0.0, 1.0)
 _FEWEST_REQUESTS = 4  # of a concurrency pass
 _SPARE_TOKENS = 16  # of a context, for what is drafted beyond an answer's end
@@ -160,7 +161,11 @@ def _settings(options: argparse.Namespace, questions: Sequence[Question]) -> dic
     files = {name: getattr(options, name).name for name in ("target", "draft")}
     texts = json.dumps([asdict(question) for question in questions])
     digest = hashlib.sha256(texts.encode()).hexdigest()[:16]
-    return files | {"workloads": digest} | {name: getattr(options, name) for name in names}
+    return (
+        files
+        | {"method": _METHOD, "workloads": digest}
+        | {name: getattr(options, name) for name in names}
+    )
 
 
 def _speed(

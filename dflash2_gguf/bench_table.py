@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dflash2_gguf.concurrency import Level, rate_ratios
-from dflash2_gguf.contenders import AUTO, EXACT, PIN, PIN_DEFAULT, PLAIN
+from dflash2_gguf.contenders import AUTO, CONTROL, EXACT, PIN, PIN_DEFAULT, PLAIN
 from dflash2_gguf.measure import spread
 from dflash2_gguf.never_slower import IN_STEP, Cell, best_of, ratios
 
@@ -17,12 +17,14 @@ _PIN_NAMES = {PIN: "pin, no drafter", PIN_DEFAULT: "pin, its default width"}
 _METHOD = """\
 Figures are ratios of tokens per second within one run on one machine: the median over prompts, and
 in brackets the smallest and largest. Every system answers every prompt, in an order that turns
-round from prompt to prompt. For the first two ratios, where a hundredth matters, decoding without a
+round from prompt to prompt. For the first ratios, where a hundredth matters, decoding without a
 drafter and with the automatic width answer in step: whoever has fewer tokens goes next, each is
-timed in its own steps, twice per prompt. Only the time after the first token counts. The pin is the
-unpatched llama.cpp, its llama-server with the same files and threads. The automatic width is a
-session of its own that lives over all prompts of a workload at both temperatures; its answers to a
-first prompt are not counted: it learns what steps cost while it runs.
+timed in its own steps, three times per prompt. The control, a second session without a drafter,
+answers with them; its ratio to the first would be 1 on a machine without noise. Only the time after
+the first token counts. The pin is the unpatched llama.cpp, its llama-server with the same files and
+threads. The automatic width is a session of its own that lives over all prompts of a workload at
+both temperatures; its answers to a first prompt are not counted: it learns what steps cost while it
+runs.
 Temperature 1 is sampled with top-p 0.95 and nothing else, with one seed; there our answers and the
 pin's are different texts. A document that prompts share is read once per system. The best width is
 chosen from these very figures, which favours it.
@@ -113,16 +115,17 @@ def _worst(what: str, pairs: Sequence[tuple[Cell, str, str]]) -> str:
 
 def _speed_table(cells: Sequence[Cell]) -> str:
     head = ["workload, T", "prompts, tokens", "automatic / no drafter", "the same, all tokens"]
-    head += ["automatic / best fixed width", "automatic / pin, default", "automatic / pin, best"]
+    head += ["control / no drafter, all tokens", "automatic / best fixed width"]
+    head += ["automatic / pin, default", "automatic / pin, best"]
     head += ["no drafter, ours / pin"]
     return _table(head, map(_speed_row, cells))
 
 
 def _speed_row(cell: Cell) -> list[str]:
     row = [_place(cell), f"{cell.n_prompts}, {sum(cell.tokens[IN_STEP[AUTO]])}"]
-    automatic, plain = IN_STEP[AUTO], IN_STEP[PLAIN]
+    automatic, plain, control = IN_STEP[AUTO], IN_STEP[PLAIN], IN_STEP[CONTROL]
     row += [_ratio(ratios(cell, automatic, plain))]
-    row += [f"{cell.overall(automatic) / cell.overall(plain):.3f}"]
+    row += [f"{cell.overall(name) / cell.overall(plain):.3f}" for name in (automatic, control)]
     for names in (_fixed(cell), [PIN_DEFAULT], _pins(cell)):
         if not names:
             row.append("not measured")

@@ -18,6 +18,7 @@ from dflash2_gguf.workloads import Question
 
 __all__ = [
     "AUTO",
+    "CONTROL",
     "EXACT",
     "PIN",
     "PIN_DEFAULT",
@@ -32,7 +33,7 @@ __all__ = [
     "pin",
 ]
 
-PLAIN, AUTO, EXACT = "plain", "auto", "exact"
+PLAIN, AUTO, EXACT, CONTROL = "plain", "auto", "exact", "control"
 PIN, PIN_DEFAULT = "pin plain", "pin default"
 _SEED = 20
 

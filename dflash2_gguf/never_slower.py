@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from dflash2_gguf.contenders import (
     AUTO,
+    CONTROL,
     PIN,
     PIN_DEFAULT,
     PLAIN,
@@ -26,8 +27,9 @@ __all__ = ["IN_STEP", "Cell", "best_of", "measure_cells", "our_systems", "pin_sy
 
 Note = Callable[[str], None]
 
-# of these two the smallest difference matters, so they also answer side by side
-IN_STEP = {PLAIN: "plain in step", AUTO: "automatic in step"}
+# Of these the smallest difference matters, so they answer side by side. The control is the first
+# system once more and does nothing else: what lies between these two is noise.
+IN_STEP = {PLAIN: "plain in step", AUTO: "automatic in step", CONTROL: "control in step"}
 
 _WARM_UP_TOKENS = 8
 
@@ -36,7 +38,7 @@ _WARM_UP_TOKENS = 8
 class Cell:
     """What one workload at one temperature came to, for each system by name.
 
-    The two of IN_STEP have a second name each, for their answers in step.
+    Those of IN_STEP have a second name each, for their answers in step.
     tokens, seconds: per prompt, over all its runs, first tokens left out.
     acceptance: tokens per step. differences: prompts with an answer that leaves plain decoding's;
     the pin's sampled ones are compared with the pin's own.
@@ -77,8 +79,9 @@ class Cell:
 
 @contextmanager
 def our_systems(pair: Pair, widths: Sequence[int], n_ctx: int) -> Iterator[dict[str, Contender]]:
-    """Ours without drafter, with the automatic width and with each fixed one."""
+    """Ours without drafter, twice, with the automatic width and with each fixed one."""
     wanted = {PLAIN: ours(pair, False, n_ctx=n_ctx), AUTO: ours(pair, True, n_ctx=n_ctx)}
+    wanted |= {CONTROL: ours(pair, False, n_ctx=n_ctx)}
     with open_all(wanted) as contenders, fixed(pair, widths, n_ctx=n_ctx) as others:
         yield contenders | others
 
@@ -108,26 +111,27 @@ def measure_cells(
         for name, system in systems.items():
             system.answer(first if name == AUTO else brief)
     runs: dict[float, list[dict[str, list[Run]]]] = {heat: [] for heat in requests[0]}
+    alone = [name for name in systems if name != CONTROL]
     for number, question in enumerate(requests[1:]):
         for heat, request in question.items():
             note(f"{workload}, prompt {number + 1} of {len(requests) - 1}, T {heat:g}")
             answers = _in_step(systems, request)
-            for name in interleaved(list(systems), number):
+            for name in interleaved(alone, number):
                 answers[name] = [systems[name].answer(request)]
             runs[heat].append(answers)
     return [_cell(workload, heat, done) for heat, done in runs.items()]
 
 
 def _in_step(systems: Mapping[str, Contender], request: Request) -> dict[str, list[Run]]:
-    """Answers side by side, twice; each of the two takes the lead once."""
-    streams = {
-        IN_STEP[name]: system.stream
+    """Answers side by side, as often as there are systems; each of them takes the lead once."""
+    streams = [
+        (IN_STEP[name], system.stream)
         for name, system in systems.items()
         if name in IN_STEP and system.stream is not None
-    }
-    first = run_in_step(streams, request)
-    second = run_in_step(dict(reversed(streams.items())), request)
-    return {name: [first[name], second[name]] for name in streams}
+    ]
+    turns = [dict(streams[turn:] + streams[:turn]) for turn in range(len(streams))]
+    runs = [run_in_step(turn, request) for turn in turns]
+    return {name: [run[name] for run in runs] for name, _ in streams}
 
 
 def ratios(cell: Cell, over: str, under: str) -> list[float]:

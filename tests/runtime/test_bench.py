@@ -20,7 +20,7 @@ from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Generation
 from dflash2_gguf.stats import Stats
 
-NAMES = ("plain", "auto", "1", "7", "pin plain", "pin default", "pin 7")
+NAMES = ("plain", "auto", "control", "1", "7", "pin plain", "pin default", "pin 7")
 
 
 class Fake:
@@ -47,7 +47,7 @@ class Fake:
 
 
 def _fakes(log: list[str], **different: Sequence[int]) -> dict[str, Contender]:
-    seconds = {"plain": 2.0, "auto": 1.0, "1": 4.0, "7": 5.0}
+    seconds = {"plain": 2.0, "control": 2.0, "auto": 1.0, "1": 4.0, "7": 5.0}
     fakes = {
         name: Fake(log, name, seconds.get(name, 8.0), different.get(name, range(11)))
         for name in NAMES
@@ -80,11 +80,13 @@ def test_a_first_answer_warms_up_and_is_not_counted() -> None:
     log: list[str] = []
     (cell,) = measure_cells("code", [{0.0: one} for one in _requests(3)], _fakes(log), _ignore)
     assert log[: len(NAMES)] == list(NAMES)
-    assert len(log) == len(NAMES) + 2 * (len(NAMES) + 4)
+    # of each prompt, all but the control alone, and three of them three times in step
+    assert len(log) == len(NAMES) + 2 * (len(NAMES) - 1 + 9)
     assert cell.n_prompts == 2
-    # 10 timed tokens a run, two runs in step per prompt
-    assert cell.tokens[IN_STEP["plain"]] == cell.tokens[IN_STEP["auto"]] == [20, 20]
+    # 10 timed tokens a run
+    assert [cell.tokens[name] for name in IN_STEP.values()] == [[30, 30]] * 3
     assert cell.tokens["plain"] == cell.tokens["7"] == [10, 10]
+    assert "control" not in cell.tokens
 
 
 def test_ratios_are_taken_prompt_by_prompt() -> None:
@@ -102,8 +104,8 @@ def test_an_answer_without_a_timed_token_has_no_ratio() -> None:
 
 def test_decisions_of_the_automatic_width_are_added_up() -> None:
     cell = _measured()
-    assert cell.widths == [30, 0, 0, 12]  # six answers
-    assert cell.reasons == {"drafts": 12, "plain": 30}
+    assert cell.widths == [40, 0, 0, 16]  # eight answers
+    assert cell.reasons == {"drafts": 16, "plain": 40}
 
 
 def test_answers_that_leave_plain_decoding_are_counted() -> None:
@@ -116,8 +118,7 @@ def test_answers_that_leave_plain_decoding_are_counted() -> None:
         "pin plain": 0,
         "pin default": 2,
         "pin 7": 0,
-        IN_STEP["plain"]: 0,
-        IN_STEP["auto"]: 0,
+        **dict.fromkeys(IN_STEP.values(), 0),
     }
 
 
@@ -184,7 +185,8 @@ def test_each_question_is_asked_at_all_temperatures_before_the_next() -> None:
 
 def test_the_page_holds_every_figure() -> None:
     cell = _measured()
-    times = {IN_STEP["plain"]: [4.0, 4.0], IN_STEP["auto"]: [2.0, 2.0]}
+    names = {"plain": 4.0, "auto": 2.0, "control": 5.0}
+    times = {IN_STEP[name]: [seconds, seconds] for name, seconds in names.items()}
     cell = replace(cell, seconds={**cell.seconds, **times})
     text = bench_table.page("the command", "a machine", ["one"], [cell], [_level()])
     assert "    the command\n" in text
@@ -192,9 +194,9 @@ def test_the_page_holds_every_figure() -> None:
     assert "- 2.00 times no drafter (code, T 0)" in text
     assert "- 4.00 times the best fixed width (code, T 0)" in text
     assert "- 8.00 times the pin at its best width (code, T 0)" in text
-    row = next(line for line in text.splitlines() if line.startswith("| code, T 0 | 2, 40 |"))
-    assert "| 2.00 (2.00 to 2.00) | 2.000 | 4.00 (4.00 to 4.00), 1 |" in row
-    assert "| code, T 0 | 42 | 71 % | 0 % | 29 % | 0 % | 12 | 30 |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| code, T 0 | 2, 60 |"))
+    assert "| 2.00 (2.00 to 2.00) | 2.000 | 0.800 | 4.00 (4.00 to 4.00), 1 |" in row
+    assert "| code, T 0 | 56 | 71 % | 0 % | 29 % | 0 % | 16 | 40 |" in text
     assert "| 2 | 4, 44 | pin, its default width |" in text
 
 
