@@ -46,3 +46,10 @@ def test_a_grammar_shown_the_likeliest_tokens_first_gives_the_same_distribution(
 ) -> None:
     report = run(programs / "test-lazy-grammar", str(target_gguf))
     assert report == "48 distributions, 0 wrong\n"
+
+
+def test_remembered_masks_are_those_of_the_grammar_sampler(
+    programs: Path, target_gguf: Path
+) -> None:
+    report = run(programs / "test-grammar-masks", str(target_gguf))
+    assert report.endswith("0 wrong, a broken grammar is refused\n")

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <utility>
 
 const llama_token_data * dflash2_distribution::find(llama_token token) const {
     if (token >= 0 && (size_t) token < data.size() && data[token].id == token) {
@@ -146,11 +147,16 @@ static llama_sampler_ptr make_bias(const llama_model * model, const dflash2_seq_
     return llama_sampler_ptr(llama_sampler_init_logit_bias(n_vocab, (int32_t) p.n_logit_bias, p.logit_bias));
 }
 
-static llama_sampler_ptr make_grammar(const llama_model * model, const dflash2_seq_params & p) {
+static llama_sampler_ptr make_grammar(const llama_model *                    model,
+                                      const dflash2_seq_params &             p,
+                                      std::shared_ptr<dflash2_grammar_masks> masks) {
     if (p.grammar == nullptr || p.grammar[0] == '\0') {
         return nullptr;
     }
-    llama_sampler_ptr grammar(llama_sampler_init_grammar(llama_model_get_vocab(model), p.grammar, "root"));
+    if (!masks) {
+        masks = std::make_shared<dflash2_grammar_masks>();
+    }
+    llama_sampler_ptr grammar(dflash2_llama_grammar(llama_model_get_vocab(model), p.grammar, std::move(masks)));
     if (!grammar) {
         throw dflash2_error(DFLASH2_ERROR_ARGUMENT,
                             "the grammar does not parse; it must be GBNF with a rule named root");
@@ -162,10 +168,12 @@ static llama_sampler_ptr clone(const llama_sampler_ptr & sampler) {
     return llama_sampler_ptr(sampler ? llama_sampler_clone(sampler.get()) : nullptr);
 }
 
-dflash2_sampler::dflash2_sampler(const llama_model * model, const dflash2_seq_params & params) {
+dflash2_sampler::dflash2_sampler(const llama_model *                    model,
+                                 const dflash2_seq_params &             params,
+                                 std::shared_ptr<dflash2_grammar_masks> masks) {
     check_params(params);
     bias_     = make_bias(model, params);
-    grammar_  = make_grammar(model, params);
+    grammar_  = make_grammar(model, params, std::move(masks));
     history_  = make_history(model, params);
     truncate_ = make_truncation(params);
     temp_     = params.temp;

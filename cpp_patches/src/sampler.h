@@ -8,8 +8,10 @@
 
 #include "dflash2.h"
 #include "llama-ptr.h"
+#include "llama/dflash2-grammar.h"
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 // Tokens with their probabilities, which sum to 1. Tokens not listed have none.
@@ -27,8 +29,11 @@ struct dflash2_distribution {
 
 class dflash2_sampler {
   public:
-    // Throws dflash2_error(DFLASH2_ERROR_ARGUMENT) for parameters out of range or a grammar that does not parse.
-    dflash2_sampler(const llama_model * model, const dflash2_seq_params & params);
+    // masks: of the grammar in params, from samplers before this one; NULL: none yet. Throws
+    // dflash2_error(DFLASH2_ERROR_ARGUMENT) for parameters out of range or a grammar that does not parse.
+    dflash2_sampler(const llama_model *                    model,
+                    const dflash2_seq_params &             params,
+                    std::shared_ptr<dflash2_grammar_masks> masks = nullptr);
 
     // Deep copy, with the state of all samplers.
     dflash2_sampler(const dflash2_sampler & other);

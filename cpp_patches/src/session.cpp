@@ -127,6 +127,20 @@ void dflash2_session::check_tokens(const llama_token * tokens, size_t n_tokens, 
     }
 }
 
+std::unique_ptr<dflash2_verifier_rule> dflash2_session::make_rule(const dflash2_seq_params & resolved) {
+    static constexpr size_t MAX_GRAMMARS = 4;
+
+    const std::string text = resolved.grammar != nullptr ? resolved.grammar : "";
+    if (grammars_.size() >= MAX_GRAMMARS && grammars_.count(text) == 0) {
+        grammars_.clear();  // those in use stay with their samplers
+    }
+    auto & masks = grammars_[text];
+    if (!masks) {
+        masks = std::make_shared<dflash2_grammar_masks>();
+    }
+    return dflash2_make_rule(model_, resolved, masks);
+}
+
 int32_t dflash2_session::seq_begin(llama_seq_id               seq_id,
                                    const llama_token *        tokens,
                                    size_t                     n_tokens,
@@ -141,7 +155,7 @@ int32_t dflash2_session::seq_begin(llama_seq_id               seq_id,
     }
     check_tokens(tokens, n_tokens, "prompt");
     const dflash2_seq_params resolved = dflash2_resolve_seq_params(params, params_.exact);
-    auto                     rule     = dflash2_make_rule(model_, resolved);
+    auto                     rule     = make_rule(resolved);
     rule->prime(tokens, n_tokens);
 
     abort_.store(false);  // meant for an earlier step

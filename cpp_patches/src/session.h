@@ -117,6 +117,8 @@ struct dflash2_session {
     const sequence & checked(llama_seq_id seq_id) const;
 
     // session.cpp
+    std::unique_ptr<dflash2_verifier_rule> make_rule(const dflash2_seq_params & resolved);
+
     int32_t reuse_prefix(llama_seq_id seq_id, sequence & seq, const llama_token * tokens, int32_t n_tokens);
     void    rewind(llama_seq_id seq_id, sequence & seq, int32_t n_keep);
     void    rebuild_window(llama_seq_id seq_id, sequence & seq);
@@ -156,6 +158,10 @@ struct dflash2_session {
     dflash2_width                   width_;
     dflash2_noise                   noise_;
     uint64_t                        n_arrivals_ = 0;
+
+    // what grammars of late allowed, by their text
+    std::map<std::string, std::shared_ptr<dflash2_grammar_masks>> grammars_;
+
     bool                            alone_last_ = false;
     std::vector<uint8_t>            saved_;
 

@@ -212,7 +212,7 @@ int32_t dflash2_session::seq_restore(llama_seq_id seq_id, const uint8_t * data, 
     fresh.n_predicted = where.n_predicted;
     fresh.arrival     = n_arrivals_++;
     if (where.begun) {
-        fresh.rule = dflash2_make_rule(model_, dflash2_resolve_seq_params(fresh.request.view(), params_.exact));
+        fresh.rule = make_rule(dflash2_resolve_seq_params(fresh.request.view(), params_.exact));
         fresh.rule->prime(fresh.tokens.data(), fresh.n_prompt);
         fresh.rule->catch_up(fresh.tokens.data() + fresh.n_prompt, fresh.tokens.size() - fresh.n_prompt);
     }

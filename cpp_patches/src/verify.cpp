@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <random>
+#include <utility>
 
 void dflash2_path::clear() {
     tokens.clear();
@@ -425,8 +426,10 @@ dflash2_seq_params dflash2_resolve_seq_params(const dflash2_seq_params & params,
     return p;
 }
 
-std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * model, const dflash2_seq_params & params) {
-    dflash2_sampler sampler(model, params);
+std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model *                    model,
+                                                         const dflash2_seq_params &             params,
+                                                         std::shared_ptr<dflash2_grammar_masks> masks) {
+    dflash2_sampler sampler(model, params, std::move(masks));
     // at temperature 0 both p and q are certain, and every rule is equality
     if (sampler.is_greedy()) {
         if (sampler.is_plain_argmax()) {

@@ -79,5 +79,8 @@ class dflash2_verifier_rule {
 // dflash2_error(DFLASH2_ERROR_ARGUMENT) for a verifier that does not fit the rest.
 dflash2_seq_params dflash2_resolve_seq_params(const dflash2_seq_params & params, bool exact);
 
-// params are resolved. Throws dflash2_error(DFLASH2_ERROR_ARGUMENT) for samplers out of range.
-std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model * model, const dflash2_seq_params & params);
+// params are resolved; masks: see dflash2_sampler, of its own when NULL. Throws dflash2_error(DFLASH2_ERROR_ARGUMENT) for
+// samplers out of range.
+std::unique_ptr<dflash2_verifier_rule> dflash2_make_rule(const llama_model *                    model,
+                                                         const dflash2_seq_params &             params,
+                                                         std::shared_ptr<dflash2_grammar_masks> masks = nullptr);
