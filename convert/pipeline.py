@@ -105,11 +105,11 @@ def make_plan(
     file comes with its target too then. Raises CheckpointError, PairError, or UsageError when an
     output is one of the inputs, or a target is missing or too much.
     """
+    found = open_source(source, target_path)
     if source.suffix == ".gguf" and target_path is not None and draft_vocab is None:
         raise UsageError(
             f"{source.name} has its tokenizer already", "leave --target out for a GGUF file"
         )
-    found = open_source(source, target_path)
     importance = None if imatrix is None else _open_imatrix(imatrix, found.tensors)
     tensors, reduction, warnings = found.tensors, None, found.warnings
     if draft_vocab is not None:

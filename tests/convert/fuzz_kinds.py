@@ -386,7 +386,7 @@ def _convert(
         inputs / source,
         inputs / target if target else None,
         [(_preset(preset), outputs / OUTPUT)],
-        inputs / imatrix if imatrix else None,
+        imatrix=inputs / imatrix if imatrix else None,
     )
     for output in plan.outputs:
         output.fallbacks(plan.tensors)

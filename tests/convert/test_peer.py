@@ -37,7 +37,7 @@ def ours(
 ) -> dict[str, Path]:
     paths = {preset: folder / f"ours-{preset}.gguf" for preset in presets}
     outputs = [(load_preset(p), path) for p, path in paths.items()]
-    plan = make_plan(source, target, outputs, imatrix)
+    plan = make_plan(source, target, outputs, imatrix=imatrix)
     run(plan, force=False, progress=lambda _count: None)
     return paths
 
