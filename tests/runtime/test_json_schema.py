@@ -26,7 +26,8 @@ PERSON: dict[str, Any] = {
     },
     "required": ["name", "age", "pets", "home"],
     "additionalProperties": False,
-    "$defs": {"place": {"type": ["string", "null"]}},
+    # of limited length, so that every answer ends
+    "$defs": {"place": {"anyOf": [{"type": "string", "maxLength": 20}, {"type": "null"}]}},
 }
 PROMPT = "Anna is 7 and has a cat. As JSON: "
 
