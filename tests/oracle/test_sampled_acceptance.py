@@ -3,7 +3,7 @@
 False alarms: the comparisons of sampled runs fail when the claim is more than three standard errors
 (bootstrap over prompts) away from what was measured: by chance in one of 370 runs on other random
 numbers for equalities, and in one of 740 for inequalities that hold with nothing to spare. Seeds
-are fixed, so one machine gives one result. docs/acceptance.md has more seeds.
+are fixed, so one machine gives one result; ``tests.oracle.acceptance_table`` takes more of them.
 """
 
 from __future__ import annotations
