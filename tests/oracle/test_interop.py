@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dflash2_gguf.convert.pipeline import make_plan, run
+from dflash2_gguf.measure import Run
 from dflash2_gguf.peer import PeerOptions, peer_server
 from dflash2_gguf.presets import load_preset
 from tests.convert.hf_targets import write_hf_target
@@ -74,6 +75,18 @@ def reduced(target: Path, drafter: Path, folder: Path) -> Path:
     return path
 
 
+def differing_rounds(mine: Sequence[Answer], served: Sequence[Run]) -> int:
+    """Verifications by which the answers differ, together.
+
+    The server's batches are other ones. On CPUs whose kernels round a row by its company (AVX-512
+    with VNNI) a draft between two tokens of nearly equal score may come out otherwise; a wrong
+    layer or window costs several verifications of each answer.
+    """
+    pairs = zip(mine, served, strict=True)
+    rounds = ((N_PREDICT - 1) / np.array([one.length, run.acceptance_length]) for one, run in pairs)
+    return sum(abs(round(ours) - round(theirs)) for ours, theirs in rounds)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "q8_0", "reduced"])
 def test_our_file_drafts_in_the_unpatched_server_as_it_does_here(
     kind: str,
@@ -98,7 +111,7 @@ def test_our_file_drafts_in_the_unpatched_server_as_it_does_here(
         served = [server.run(prompt, N_PREDICT) for prompt in prompts]
     mine = our_answers(draft)
     assert [answer.tokens for answer in mine] == [list(one.tokens) for one in served]
-    assert [answer.length for answer in mine] == [one.acceptance_length for one in served]
+    assert differing_rounds(mine, served) <= 1
     assert min(answer.length for answer in mine) > 1
 
 
