@@ -33,7 +33,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test lint
 	@if [ "$(DFLASH2_PEER)" = 1 ]; then $(PATCHTOOL) build --peer; fi
-	DFLASH2_PEER=$(DFLASH2_PEER) $(PY) -m pytest -n auto --maxprocesses 4 --dist loadgroup \
+	DFLASH2_PEER=$(DFLASH2_PEER) $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--no-loadscope-reorder $(PYTEST_ARGS)
 
 # mypy sees the package as it is installed: convert/ and quant_presets/ inside dflash2_gguf/

@@ -28,7 +28,6 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, lambda *_: None)
 
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
-_SHARED = {"real_run"}  # fixtures that take minutes
 
 _HOW = {
     "native": "make build",
@@ -76,15 +75,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
     config.stash[_LEFT_OUT] = left_out
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
-
-
-def _group(item: pytest.Item) -> str:
-    """Tests of one name run in one process: those of a file, and those that share a long run."""
-    shared = _SHARED & set(getattr(item, "fixturenames", ()))
-    return shared.pop() if shared else item.path.relative_to(provisions.ROOT / "tests").as_posix()
 
 
 def pytest_configure(config: pytest.Config) -> None:

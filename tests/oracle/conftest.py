@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from tests.oracle.builds import ROOT, Build, tokenized
 from tests.oracle.prompts import load_prompts
+from tests.provisions import alone
 
 REAL_PAIR: dict[str, int] = {"n_predict": 128, "n_ctx": 1024, "n_threads": 1}
 
@@ -58,8 +60,21 @@ class RealRun:
 
 
 @pytest.fixture(scope="session")
-def real_run(target_gguf: Path, drafter_gguf: Callable[[str], Path], ours: Build) -> RealRun:
-    """Several minutes of work, shared by several tests; mark them ``slow``."""
+def real_run(
+    target_gguf: Path,
+    drafter_gguf: Callable[[str], Path],
+    ours: Build,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> RealRun:
+    """Several minutes of work, shared by several tests and processes; mark them ``slow``."""
     prompts = tokenized(ours, target_gguf, load_prompts(100))
     pair = {"path": str(target_gguf), "draft": str(drafter_gguf("bf16"))}
-    return RealRun(prompts, ours.run_parallel("session", prompts, **pair, **REAL_PAIR))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of all processes of this run
+        folder = folder.parent
+    path = folder / "real_run.npz"
+    with alone(folder / "real_run.lock"):
+        if not path.exists():
+            np.savez(path, **ours.run_parallel("session", prompts, **pair, **REAL_PAIR))
+    with np.load(path) as arrays:
+        return RealRun(prompts, {name: arrays[name] for name in arrays.files})
