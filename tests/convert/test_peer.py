@@ -24,9 +24,8 @@ from tests.convert import checkpoints
 from tests.convert.hf_targets import write_hf_target
 from tests.convert.test_imatrix import write_imatrix
 
-# llama-quantize has no recipes for drafters
-OURS_ALONE = ("d4", "d4_xs", "d5")
-QUANTIZED = [p for p in preset_names() if p not in ("f32", "f16", "bf16", *OURS_ALONE)]
+# llama-quantize has no d4
+QUANTIZED = [p for p in preset_names() if p not in ("f32", "f16", "bf16", "d4")]
 
 # keys that only one side writes: names upstream guesses from the folder, and where our file is from
 ONLY_UPSTREAM = {"general.finetune", "general.basename"}

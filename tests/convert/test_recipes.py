@@ -12,7 +12,7 @@ from dflash2_gguf.presets import choose_type, load_preset, preset_names
 FLOATS = ["bf16", "f16", "f32"]
 BLOCKS_OF_32 = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
 K_QUANTS = ["q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"]
-FOR_DRAFTERS = ["d4", "d4_xs", "d5"]  # not recipes of llama-quantize
+FOR_DRAFTERS = ["d4"]  # not recipes of llama-quantize
 ALL = sorted([*FLOATS, *BLOCKS_OF_32, *K_QUANTS, *FOR_DRAFTERS, "iq4_nl", "iq4_xs"])
 
 
