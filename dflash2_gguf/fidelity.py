@@ -81,7 +81,7 @@ class Drafter:
     path: Path
     preset: str
     imatrix: bool
-    n_tokens: int | None
+    n_tokens: int | None = None
     nbytes: int
     bits: float
     types: str
