@@ -21,7 +21,9 @@ from tests.runtime.terminal import ENVIRONMENT
 PROMPTS = ("Once upon a time there was", "List three colours and", "The capital of France is")
 
 
-def measured(preset: str, *, imatrix: bool = False, nbytes: int = 20_000_000) -> Measured:
+def measured(
+    preset: str, *, imatrix: bool = False, nbytes: int = 20_000_000, n_tokens: int | None = None
+) -> Measured:
     acceptance = tuple(
         Acceptance(
             temperature=temperature,
@@ -36,6 +38,7 @@ def measured(preset: str, *, imatrix: bool = False, nbytes: int = 20_000_000) ->
             path=Path("x.gguf"),
             preset=preset,
             imatrix=imatrix,
+            n_tokens=n_tokens,
             nbytes=nbytes,
             bits=8.5,
             types="Q8_0 31",
@@ -131,20 +134,22 @@ def test_cells_of_the_table_are_whole_figures() -> None:
 
 
 def test_the_page_has_every_drafter_and_position() -> None:
-    found = [measured("bf16"), measured("q4_0", imatrix=True)]
+    found = [measured("bf16"), measured("q4_0", imatrix=True), measured("q8_0", n_tokens=4096)]
     text = page(found, n_prompts=60, machine="a CPU", image="plot.svg")
     assert text.startswith(
         "# Quantization of drafters\n\nWritten by `dflash2-convert fidelity` on a"
     )
     assert "![acceptance against size](plot.svg)" in text
     assert "| q4_0 + imatrix | 0.0010 | 0.0020 |" in text
+    assert "| q8_0, 4096 tokens | 0.0010 | 0.0020 |" in text
     assert "## At least so many drafts accepted, T 1" in text
     assert text.count("| bf16 |") == 7
 
 
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
 def test_the_plot_is_of_the_kind_its_name_says(name: str, tmp_path: Path) -> None:
-    found = [measured("bf16"), measured("q4_0", imatrix=True, nbytes=9_000_000)]
+    reduced = measured("q8_0", nbytes=30_000_000, n_tokens=4096)
+    found = [measured("bf16"), measured("q4_0", imatrix=True, nbytes=9_000_000), reduced]
     plot(found, tmp_path / name)
     data = (tmp_path / name).read_bytes()
     assert data.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
