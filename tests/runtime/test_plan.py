@@ -361,7 +361,12 @@ def test_the_program_prints_json(target_gguf: Path, drafter: Path) -> None:
 @pytest.mark.native
 def test_what_does_not_fit_is_a_warning(target_gguf: Path) -> None:
     done = _plan("-m", str(target_gguf), "-c", "100000000")
-    assert done.stderr.startswith("warning: it does not fit: ")
+    first, second = done.stderr.splitlines()
+    assert first == (
+        "warning: the context of 100000000 tokens is longer than the 8192 that the target was "
+        "trained for"
+    )
+    assert second.startswith("warning: it does not fit: ")
     assert done.stdout.startswith("                target\n")
     assert done.returncode == 0
 
