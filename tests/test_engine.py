@@ -46,3 +46,11 @@ def test_a_grammar_shown_the_likeliest_tokens_first_gives_the_same_distribution(
 ) -> None:
     report = run(programs / "test-lazy-grammar", str(target_gguf))
     assert report == "48 distributions, 0 wrong\n"
+
+
+def test_a_row_has_the_same_bits_in_products_of_1_to_16_rows(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # threads that spin starve each other
+    report = run(programs / "test-narrow-products")
+    assert report.count("ok ") == 9
