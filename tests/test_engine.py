@@ -53,3 +53,13 @@ def test_remembered_masks_are_those_of_the_grammar_sampler(
 ) -> None:
     report = run(programs / "test-grammar-masks", str(target_gguf))
     assert report.endswith("0 wrong, a broken grammar is refused\n")
+
+
+def test_a_row_has_the_same_bits_in_products_of_1_to_16_rows(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # threads that spin starve each other
+    report = run(programs / "test-narrow-products")
+    packed_for_amx = report.count("packed for AMX")
+    assert packed_for_amx in (0, 7)  # 0: a CPU without
+    assert report.count("ok ") == 9 + packed_for_amx

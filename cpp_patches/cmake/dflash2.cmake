@@ -20,6 +20,17 @@ function(dflash2_extend_llama)
     set_source_files_properties(${sources} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endfunction()
 
+# kernels: inside ggml-cpu, with the flags for this CPU that upstream's get
+function(dflash2_extend_ggml_cpu)
+    if (NOT TARGET ggml-cpu)
+        return() # several, one per kind of CPU: as upstream made them
+    endif()
+    file(GLOB sources CONFIGURE_DEPENDS "${DFLASH2_ROOT}/src/ggml-cpu/*.cpp")
+    target_sources(ggml-cpu PRIVATE ${sources})
+    target_include_directories(ggml-cpu PRIVATE "${DFLASH2_ROOT}/src/ggml-cpu")
+    target_compile_definitions(ggml-cpu PRIVATE DFLASH2)
+endfunction()
+
 function(dflash2_add_library)
     file(GLOB sources CONFIGURE_DEPENDS "${DFLASH2_ROOT}/src/*.cpp")
     if (NOT sources)
@@ -37,7 +48,7 @@ function(dflash2_add_library)
     endif()
 endfunction()
 
-# every tests/*.cpp is one program that exits 0 when its claim holds
+# every tests/test-*.cpp is one program that exits 0 when its claim holds; time-*.cpp measure
 function(dflash2_add_tests)
     file(GLOB sources CONFIGURE_DEPENDS "${DFLASH2_ROOT}/tests/*.cpp")
     add_custom_target(dflash2-tests)
@@ -63,6 +74,7 @@ function(dflash2_drop_versions)
 endfunction()
 
 function(dflash2_inject)
+    dflash2_extend_ggml_cpu()
     dflash2_extend_llama()
     dflash2_add_library()
     if (DFLASH2_BUILD_TESTS)
