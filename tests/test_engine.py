@@ -63,3 +63,11 @@ def test_a_row_has_the_same_bits_in_products_of_1_to_16_rows(
     packed_for_amx = report.count("packed for AMX")
     assert packed_for_amx in (0, 7)  # 0: a CPU without
     assert report.count("ok ") == 9 + packed_for_amx
+
+
+def test_a_row_has_the_same_bits_in_attention_of_1_to_16_rows(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # threads that spin starve each other
+    report = run(programs / "test-narrow-attention")
+    assert report.count("ok ") == 56
