@@ -75,6 +75,9 @@ _FEATURES = {
 }
 
 
+_AMX = "ggml-cpu-amx-tile-config.patch"
+
+
 @dataclass(frozen=True)
 class Options:
     """What kind of build: for this machine, or for any of its architecture."""
@@ -175,11 +178,15 @@ def _prepare() -> None:
 
 
 def build_peer(targets: tuple[str, ...] = PEER_TARGETS) -> Path:
-    """Build the unpatched pin's programs unless they are there; the folder that holds them."""
+    """Build the unpatched pin's programs unless they are there; the folder that holds them.
+
+    A CPU with AMX gets the one patch without which gcc 12's build of the pin ends with SIGILL.
+    """
     tree = trees.PRISTINE
     programs, stamp = tree / "build" / "bin", tree / "build" / "dflash2-stamp"
+    series = stack.read_series() if _has_amx() else {}
     with _lock():
-        trees.apply(tree, read_pin(), {})
+        trees.apply(tree, read_pin(), {_AMX: series[_AMX]} if _AMX in series else {})
         flags = [
             *_base_flags(),
             *(f"-DLLAMA_BUILD_{part}=ON" for part in ("TESTS", "EXAMPLES", "TOOLS", "SERVER")),
@@ -191,6 +198,11 @@ def build_peer(targets: tuple[str, ...] = PEER_TARGETS) -> Path:
             _compile(tree, "build", flags, list(targets))
             stamp.write_text(made_of, encoding="utf-8")
     return programs
+
+
+def _has_amx() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and " amx_int8" in cpuinfo.read_text(errors="replace")
 
 
 def _base_flags() -> list[str]:
