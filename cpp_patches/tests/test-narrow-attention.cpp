@@ -1,6 +1,6 @@
-// Claim: in attention with 1 to 16 rows, every row has the bits that upstream gives it alone, whatever the head
-// sizes, heads, planes, masks, sinks and threads, in caches short and long; and it is attention, by a sum in double
-// precision.
+// Claim: in attention with 1 to 16 rows, every row has the bits that it has alone, whatever the head sizes, heads,
+// planes, masks, sinks and threads, in caches short and long; and it is attention, by a sum in double precision.
+// Alone is upstream's kernel where that does not split the cache among threads, and this one where it does.
 
 #include "products.h"
 
@@ -149,8 +149,8 @@ static std::vector<double> exact(const shape & s, const inputs & in, int64_t pla
 static bool check(ggml_backend_t backend, const shape & s, std::mt19937 & engine) {
     const inputs in = make_inputs(s, engine);
     ggml_backend_cpu_set_n_threads(backend, s.n_threads);
-    // what upstream does with a row alone: the kernels are switched off by asking for the reference, which also
-    // keeps it from splitting the cache; so a split cache is compared with this program's single row, see main()
+    // The reference is asked for to get upstream's kernel, which also keeps that from splitting the cache: a split
+    // cache is therefore compared with a single row of this kernel.
     const bool               splits = s.n_planes == 1 && s.n_cells >= 512;
     const std::vector<float> got    = attend(backend, s, in, 0, s.n_rows, s.n_cells);
 
