@@ -1,6 +1,6 @@
 #pragma once
 
-// Products for test-narrow-products.cpp and time-products.cpp: owners, types and values.
+// Owners, types and values for the programs that run single operators.
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"

@@ -4,10 +4,9 @@
 // Prints one line per product and exits 1 if one is off. With a buffer name as argument (e.g. AMX) it also
 // fails when no product ran from such a buffer.
 
+#include "products.h"
+
 #include "ggml-alloc.h"
-#include "ggml-backend.h"
-#include "ggml-cpu.h"
-#include "ggml.h"
 
 #include <cmath>
 #include <cstdio>
@@ -22,21 +21,6 @@ static constexpr int64_t N_OUT = 64;
 
 // what quantizing the activations to 8 bits costs; upstream's own tests allow as much
 static constexpr double NMSE_MAX = 5e-4;
-
-struct context_deleter {
-    void operator()(ggml_context * ctx) const { ggml_free(ctx); }
-};
-
-struct buffer_deleter {
-    void operator()(ggml_backend_buffer * buffer) const { ggml_backend_buffer_free(buffer); }
-};
-
-struct backend_deleter {
-    void operator()(ggml_backend * backend) const { ggml_backend_free(backend); }
-};
-
-using context_ptr = std::unique_ptr<ggml_context, context_deleter>;
-using buffer_ptr  = std::unique_ptr<ggml_backend_buffer, buffer_deleter>;
 
 static context_ptr make_context() {
     ggml_init_params params = { 64 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, /*.no_alloc =*/true };
