@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,3 +69,37 @@ def test_comparison_sees_a_wrong_score_candidate_or_path(reference: Reference) -
     for wrong in (score, candidate, path):
         with pytest.raises(AssertionError):
             compare(wrong, lattice)
+
+
+def test_comparison_allows_another_candidate_only_where_the_two_are_equally_likely(
+    reference: Reference,
+) -> None:
+    """The reference's path may go over the least likely candidate, of which a tie makes another."""
+    lattice = reference.lattice(list(range(20, 50)), 11, 7)
+    t, chosen = 6, walk(lattice.scores)
+    edge, outside = lattice.logits[t][lattice.candidates[t]].min(), np.argmin(lattice.logits[t])
+    slack = TOLERANCE * np.abs(lattice.scores[t]).max()
+    for distance, is_tie in ((0.5 * slack, True), (3 * slack, False)):
+        logits = lattice.logits.copy()
+        logits[t, lattice.candidates[t, chosen[t]]] = edge
+        logits[t, outside] = edge - distance
+        played = _played(lattice)
+        played.candidates[t, chosen[t]] = outside
+        played.scores[t, :, chosen[t]] = played.scores[t].min() - 1
+        played.path[t] = played.candidates[t, walk(played.scores)[t]]
+        assert played.path[t] != lattice.path[t]
+        expected = replace(lattice, logits=logits)
+        if is_tie:
+            compare(played, expected)
+        else:
+            with pytest.raises(AssertionError, match="candidate"):
+                compare(played, expected)
+
+
+def test_comparison_sees_a_path_that_is_not_the_one_of_the_scores(reference: Reference) -> None:
+    lattice = reference.lattice(list(range(20, 50)), 11, 7)
+    played = _played(lattice)
+    row = lattice.scores[6, walk(lattice.scores)[5]]
+    played.path[6] = lattice.candidates[6, np.argsort(row)[-2]]
+    with pytest.raises(AssertionError, match="own scores"):
+        compare(played, lattice, tolerance=1.0)
