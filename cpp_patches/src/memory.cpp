@@ -65,11 +65,14 @@ static void add_context(const llama_context * ctx,
                         uint64_t &            cache,
                         uint64_t &            compute,
                         uint64_t &            device) {
+    for (const auto & [buft, bytes] : dflash2_llama_weight_bytes(llama_get_model(ctx))) {
+        weights += bytes;
+        device += is_on_device(buft) ? bytes : 0;
+    }
     for (const auto & [buft, bytes] : llama_get_memory_breakdown(ctx)) {
-        weights += bytes.model;
         cache += bytes.context;
         compute += bytes.compute;
-        device += is_on_device(buft) ? bytes.model + bytes.context + bytes.compute : 0;
+        device += is_on_device(buft) ? bytes.context + bytes.compute : 0;
     }
 }
 

@@ -10,6 +10,15 @@
 
 #include <algorithm>
 
+std::map<ggml_backend_buffer_type_t, uint64_t> dflash2_llama_weight_bytes(const llama_model * model) {
+    std::map<ggml_backend_buffer_type_t, uint64_t> bytes;
+    for (const auto & [name, tensor] : model->tensors_by_name) {
+        ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(tensor->buffer);
+        bytes[buft] += ggml_backend_buft_get_alloc_size(buft, tensor);
+    }
+    return bytes;
+}
+
 int32_t dflash2_llama_window(const llama_model * model) {
     const auto & hparams = model->hparams;
     if (hparams.swa_type == LLAMA_SWA_TYPE_NONE) {

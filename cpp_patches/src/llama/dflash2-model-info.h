@@ -5,6 +5,11 @@
 #include "llama.h"
 
 #include <cstdint>
+#include <map>
+
+// Bytes of the weights by buffer type. Upstream's breakdown counts a mapped file from the first tensor that stays in it
+// to the last, so twice what a backend keeps in an order of its own; a model without memory (no_alloc) has no mapping.
+LLAMA_API std::map<ggml_backend_buffer_type_t, uint64_t> dflash2_llama_weight_bytes(const struct llama_model * model);
 
 extern "C" {
 
