@@ -346,8 +346,8 @@ bool dflash2_flash_attn_narrow(const ggml_compute_params * params, ggml_tensor *
         params->wsize < n_floats * sizeof(float) * size_t(params->nth)) {
         return false;
     }
-    // one row splits the cache among many threads, as upstream does, if there are too few heads
-    if (p.n_rows() == 1 && p.n_planes() * p.n_shared() < p.n_threads) {
+    // a row alone gains nothing from keys read once for all rows, and upstream splits a long cache among the threads
+    if (p.n_rows() == 1 && (p.k->ne[1] >= SPLIT_CELLS || p.n_planes() * p.n_shared() < p.n_threads)) {
         return false;
     }
 
