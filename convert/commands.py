@@ -90,7 +90,7 @@ def _report_plan(plan: Plan, request: ConvertRequest, terminal: Terminal) -> Non
         terminal.note(plan.reduction.summary(plan.origin.n_vocab))
     for output in plan.outputs:
         for line in output.fallbacks(plan.tensors):
-            terminal.warning(f"{output.preset.name}: {line}")
+            terminal.note(f"{output.preset.name}: {line}")
         if request.verbose:
             for name, choice in output.choices.items():
                 terminal.note(f"{output.preset.name}: {name}: {choice.type.name}, {choice.reason}")

@@ -123,6 +123,7 @@ def _spread(
         raise _misfit(weight, role, part)
 
     def rows(row: int, n: int) -> Array:
+        """The part's values [n, n_cols] for ``n`` rows from ``row`` on."""
         picked = part[np.arange(row, row + n) // high]
         return np.repeat(picked, wide, axis=1)[:, :n_cols]
 
@@ -132,12 +133,14 @@ def _spread(
 def _scaled(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> ReadRows:
     """FP8 or INT8, one byte a weight."""
     if len(shape) != 2:
-        raise CheckpointError(f"tensor {weight.name} is quantized, it has {len(shape)} dimensions")
+        found = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+        raise CheckpointError(f"tensor {weight.name} is quantized, it has {found}")
     dtype, n_cols = weight.main.dtype, shape[1]
     scale = _spread(weight, "scale", parts["scale"], shape)
     zeros = _spread(weight, "zero point", parts["zeros"], shape) if "zeros" in parts else None
 
     def read(piece: memoryview, row: int) -> Floats:
+        """(value - zero point) * scale."""
         if dtype == "I8":
             values = np.frombuffer(piece, dtype="<i1").astype(np.float32)
         else:
@@ -168,6 +171,7 @@ def _packed(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> ReadR
     n_words = weight.main.shape[1]
 
     def read(piece: memoryview, row: int) -> Floats:
+        """(value - zero point) * scale of the column's group."""
         words = np.frombuffer(piece, dtype="<i4").reshape(-1, n_words)
         values = _unpack(words, bits)[:, :n_cols]
         rows = slice(row, row + len(values))
@@ -210,6 +214,7 @@ def _fp4(weight: StoredWeight, parts: Parts, shape: tuple[int, ...]) -> ReadRows
     n_cols = shape[1]
 
     def read(piece: memoryview, row: int) -> Floats:
+        """Value of the code * scale."""
         raw = np.frombuffer(piece, dtype=np.uint8)
         codes = np.stack([raw & 0xF, raw >> 4], axis=1).reshape(-1, n_cols)
         return (table[codes] * spread(row, len(codes))).astype(np.float32)
@@ -223,6 +228,7 @@ def _ggml(weight: StoredWeight, n_cols: int) -> ReadRows:
     kind, n_bytes = gguf.GGMLQuantizationType[weight.main.dtype], row_bytes(weight, n_cols)
 
     def read(piece: memoryview, _row: int) -> Floats:
+        """As the ``gguf`` package decodes blocks; they hold their own scales."""
         raw = np.frombuffer(piece, dtype=np.uint8).reshape(-1, n_bytes)
         return np.asarray(gguf.dequantize(raw, kind), dtype=np.float32)
 

@@ -80,6 +80,7 @@ def shape_numbers(tensors: Mapping[str, TensorEntry]) -> dict[str, ShapeNumber]:
     field, found = Key.Arch, dict[str, ShapeNumber]()
 
     def note(name: str, hf_name: str, axis: int, rank: int, divisor: int = 1) -> None:
+        """Take a dimension of a tensor of ``rank``, if ``divisor`` divides it."""
         entry = tensors.get(tensor_name(hf_name) or "")
         if entry is not None and len(entry.shape) == rank and divisor:
             number, rest = divmod(entry.shape[axis], divisor)
@@ -87,6 +88,7 @@ def shape_numbers(tensors: Mapping[str, TensorEntry]) -> dict[str, ShapeNumber]:
                 found[name] = ShapeNumber(number=number, tensor=entry.name)
 
     def number(name: str) -> int:
+        """What was found already, else 0."""
         return found[name].number if name in found else 0
 
     note(field.EMBEDDING_LENGTH, "norm.weight", 0, 1)

@@ -96,9 +96,14 @@ class _Cursor:
         self.path, self.view, self.size, self.at = path, view, len(view), 0
 
     def fail(self, what: str) -> CheckpointError:
+        """The error to raise; ``what`` says where the file breaks."""
         return CheckpointError(f"broken GGUF file {self.path}: {what}", _DOWNLOAD_HINT)
 
     def skip(self, count: int, what: str) -> int:
+        """Pass over ``count`` bytes and return where they begin.
+
+        Raises CheckpointError where the file ends before, or they are more than a value can have.
+        """
         start = self.at
         if count > self.size - start:
             raise self.fail(f"it ends inside {what}")
@@ -108,11 +113,13 @@ class _Cursor:
         return start
 
     def number(self, form: str, what: str) -> int:
+        """The next integer, of the struct format ``form``."""
         start = self.skip(struct.calcsize(form), what)
         value: int = struct.unpack_from(form, self.view, start)[0]
         return value
 
     def string(self, what: str) -> str:
+        """The next text: its length in 8 bytes, then UTF-8. CheckpointError for other bytes."""
         length = self.number("<Q", what)
         start = self.skip(length, what)
         with contextlib.suppress(UnicodeDecodeError):
@@ -120,6 +127,7 @@ class _Cursor:
         raise self.fail(f"{what} is not UTF-8")
 
     def header(self) -> GGUFHeader:
+        """Read from the magic on. CheckpointError for another kind or version of file."""
         if self.view[:4] != MAGIC:
             raise CheckpointError(f"not a GGUF file: {self.path}")
         self.at = 4
@@ -132,6 +140,7 @@ class _Cursor:
         return self.place(version, values, tensors)
 
     def collect(self, pairs: Iterator[tuple[str, Value]], what: str) -> dict[str, Value]:
+        """The pairs as a dict; CheckpointError for a name that comes twice."""
         result: dict[str, Value] = {}
         for key, value in pairs:
             if key in result:
@@ -140,6 +149,7 @@ class _Cursor:
         return result
 
     def kind(self, what: str) -> ValueType:
+        """The next value type; CheckpointError for a number that is none."""
         number = self.number("<I", what)
         try:
             return ValueType(number)
@@ -147,11 +157,13 @@ class _Cursor:
             raise self.fail(f"{what} has the unknown value type {number}") from None
 
     def values(self, count: int) -> Iterator[tuple[str, Value]]:
+        """The next ``count`` keys with their values."""
         for _ in range(count):
             key = self.string("a metadata key")
             yield key, self.value(f"the value of {key!r}")
 
     def value(self, what: str) -> Value:
+        """The next value, as bytes; lists are measured item by item, not decoded."""
         kind = self.kind(what)
         if kind is not ValueType.ARRAY:
             start = self.at
@@ -163,9 +175,11 @@ class _Cursor:
         return Value(type=kind, raw=self.view[start : self.at], item=item, count=count)
 
     def skip_item(self, kind: ValueType, what: str) -> None:
+        """Pass over one value of a type that is no list."""
         self.skip_items(kind, 1, what)
 
     def skip_items(self, kind: ValueType, count: int, what: str, depth: int = 1) -> None:
+        """Pass over the items of a list at ``depth``; CheckpointError for too deep a nesting."""
         if depth > _MAX_NESTING:
             raise self.fail(f"{what} is an array {depth} levels deep")
         if kind in SCALARS:
@@ -180,6 +194,7 @@ class _Cursor:
             self.skip_items(inner, self.number("<Q", what), what, depth + 1)
 
     def tensors(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Name, shape (slowest dimension first), type and offset of the next ``count`` tensors."""
         for _ in range(count):
             name = self.string("a tensor name")
             what = f"the entry of tensor {name!r}"
@@ -195,6 +210,7 @@ class _Cursor:
         values: dict[str, Value],
         rows: list[tuple[str, tuple[int, ...], int, int]],
     ) -> GGUFHeader:
+        """The header; CheckpointError unless the tensors lie within the file and apart."""
         alignment = self.alignment(values)
         data = -(-self.at // alignment) * alignment
         tensors: dict[str, TensorEntry] = {}
@@ -222,6 +238,7 @@ class _Cursor:
                 raise self.fail(f"tensor {tensor.name!r} runs into another's data")
 
     def alignment(self, values: dict[str, Value]) -> int:
+        """Bytes that the data is aligned to; CheckpointError for none."""
         value = values.get(Key.ALIGNMENT)
         if value is None or value.type is not ValueType.UINT32:
             return ALIGNMENT
@@ -231,6 +248,10 @@ class _Cursor:
         return alignment
 
     def entry(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
+        """A tensor with its size, 0 where the type is not known here.
+
+        Raises CheckpointError for rows that the type's blocks do not divide.
+        """
         try:
             known = GGMLType(kind)
         except ValueError:

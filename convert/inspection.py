@@ -36,7 +36,10 @@ def inspect(path: Path) -> Inspection:
     if path.is_dir():
         return _inspect_directory(path)
     if not path.exists():
-        raise CheckpointError(f"there is no file or folder {path}")
+        raise CheckpointError(
+            f"there is no file or folder {path}",
+            "check the path; it can be a GGUF file or a checkpoint folder",
+        )
     if path.suffix == ".safetensors":
         raise CheckpointError(
             f"{path} is one file of a checkpoint", f"give its folder instead: {path.parent}"

@@ -61,7 +61,8 @@ def migrate(request: MigrateRequest, terminal: Terminal) -> int:
     elif written:
         terminal.line(str(path))
     elif not migration.changes:
-        terminal.note(f"{request.file} needs no migration")
+        kept = "" if request.dry_run else f": {path} was not written, use the file as it is"
+        terminal.note(f"{request.file} needs no migration{kept}")
     return 0
 
 

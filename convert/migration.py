@@ -174,6 +174,7 @@ def _architecture(header: GGUFHeader) -> str:
 
 def _shape(sources: Sources, settled: Settled) -> DraftShape:
     def number(name: str) -> int:
+        """A settled field, 0 where there is none."""
         return int(settled.fields[name].value.scalar()) if name in settled.fields else 0
 
     tensors = sources.tensors

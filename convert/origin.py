@@ -99,6 +99,7 @@ def _from_checkpoint(path: Path, target_path: Path | None) -> Source:
     others = {name: file_sha256(path / name) for name in small}
 
     def describe(preset: Preset, hashes: dict[str, str] | None) -> dict[str, Value]:
+        """Metadata of a file; ``hashes``: sha256 of the source's files, once they are read."""
         return build_metadata(
             hparams,
             target,

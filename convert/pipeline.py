@@ -238,6 +238,7 @@ def run(plan: Plan, *, force: bool, progress: Callable[[int], None]) -> dict[str
         ]
 
         def visit(source: SourceTensor, pieces: Iterator[memoryview]) -> None:
+            """Write a tensor to every output, or read it for the hash alone."""
             counted, tensor = _counted(pieces, progress), planned.get(source.name)
             if tensor is None:  # scales, leftovers: part of the file's hash only
                 deque(counted, maxlen=0)

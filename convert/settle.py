@@ -395,7 +395,7 @@ def _with_sections(sources: Sources, fields: dict[str, Field], removed: dict[str
     if sources.target is None:
         if have is not None and have.value.count != 4:
             raise CheckpointError(
-                f"{have.old_key} has {have.value.count} entries, not 4",
+                f"{have.old_key} has {_entries(have.value.count)}, not 4",
                 "--target with the model it drafts for corrects it",
             )
         return
@@ -426,7 +426,8 @@ def _check_numbers(
     n_layer = int(fields[_F.BLOCK_COUNT].value.scalar())
     if pattern is not None and pattern.value.count != n_layer:
         raise CheckpointError(
-            f"{pattern.old_key} has {pattern.value.count} entries for {n_layer} layers",
+            f"{pattern.old_key} has {_entries(pattern.value.count)} for "
+            f"{n_layer} layer{'s' * (n_layer != 1)}",
             f"--config with the {_CONFIG} of its checkpoint corrects it",
         )
     target, hparams = sources.target, sources.hparams
@@ -449,6 +450,10 @@ def _check_numbers(
         _check_equal("hidden size", hidden, target.n_embd, target)
     _check_layers(inputs, n_target, target)
     return n_target
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
 
 
 def _check_equal(what: str, ours: int, theirs: int, target: Target) -> None:

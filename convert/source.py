@@ -268,6 +268,7 @@ def _read_flat(
     digest = hashlib.sha256()
 
     def pieces(tensor: SourceTensor) -> Iterator[memoryview]:
+        """Views of one buffer, each valid until the next; the digest takes them meanwhile."""
         buffer = bytearray(min(piece_bytes(tensor), tensor.nbytes))
         left = tensor.nbytes
         while left:
@@ -307,6 +308,7 @@ class _FullReader:
         self._raw = raw
 
     def readinto(self, target: memoryview) -> int:
+        """Fill ``target``; the bytes read are fewer only at the end of the file."""
         done = 0
         while done < len(target):
             count = self._raw.readinto(target[done:])
@@ -316,6 +318,7 @@ class _FullReader:
         return done
 
     def read(self, count: int) -> bytes:
+        """The next ``count`` bytes, fewer only at the end of the file."""
         buffer = bytearray(count)
         return bytes(buffer[: self.readinto(memoryview(buffer))])
 

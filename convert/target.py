@@ -48,7 +48,10 @@ def open_target(path: Path) -> Target:
     if path.is_dir():
         return _from_directory(path)
     if not path.exists():
-        raise CheckpointError(f"there is no target at {path}")
+        raise CheckpointError(
+            f"there is no target at {path}",
+            "check the path; it can be a GGUF file or a Hugging Face folder",
+        )
     return _from_gguf(read_gguf(first_part(path)))
 
 

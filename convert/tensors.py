@@ -172,7 +172,8 @@ def plan_tensors(
 def _warnings(left: list[str], ignored: Mapping[str, SourceTensor]) -> list[str]:
     lines = []
     if ignored:
-        lines.append(f"{len(ignored)} scales of activations or caches are left out")
+        scales, are = ("scale", "is") if len(ignored) == 1 else ("scales", "are")
+        lines.append(f"{len(ignored)} {scales} of activations or caches {are} left out")
     if left:
         lines.append(f"left over from training and left out: {_names(left)}")
     return lines

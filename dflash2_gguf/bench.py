@@ -26,6 +26,7 @@ from dflash2_gguf.measure import Request, Run
 from dflash2_gguf.never_slower import Cell, measure_cells, our_systems, pin_systems
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 from dflash2_gguf.workloads import Question, by_workload, read_questions
 
 __all__ = ["Results", "main"]
@@ -247,9 +248,10 @@ def _command(options: argparse.Namespace) -> str:
 
 
 def _machine(n_threads: int) -> str:
+    cores = counted(physical_cores(), "core")
     return (
-        f"a machine with {physical_cores()} cores ({platform.machine()}, {platform.system()}), "
-        f"{n_threads} threads"
+        f"a machine with {cores} ({platform.machine()}, {platform.system()}), "
+        f"{counted(n_threads, 'thread')}"
     )
 
 
@@ -257,7 +259,10 @@ def _describe(options: argparse.Namespace) -> list[str]:
     return [
         f"target: {options.target.name}",
         f"drafter: {options.draft.name}",
-        f"answers of up to {options.max_tokens} tokens, {options.limit} prompts per workload",
+        (
+            f"answers of up to {counted(options.max_tokens, 'token')}, "
+            f"{counted(options.limit, 'prompt')} per workload"
+        ),
     ]
 
 

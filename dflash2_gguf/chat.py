@@ -16,6 +16,7 @@ from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Generation, Session
 from dflash2_gguf.stats import Memory, Stats
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 
 __all__ = ["ChatSettings", "chat"]
 
@@ -57,9 +58,8 @@ def chat(launch: Launch, settings: ChatSettings, terminal: Terminal) -> int:
 def _greet(launch: Launch, session: Session, terminal: Terminal) -> None:
     if not terminal.is_interactive:
         return
-    drafts = (
-        f"drafts up to {session.draft_max} tokens at once" if session.draft_max else "no drafter"
-    )
+    tokens = counted(session.draft_max, "token")
+    drafts = f"drafts up to {tokens} at once" if session.draft_max else "no drafter"
     terminal.note(f"{launch.target.name}: {drafts}, context {session.n_ctx}; /help lists commands")
 
 
@@ -168,8 +168,8 @@ def _reasons(stats: Stats) -> str:
 def _report(stats: Stats, memory: Memory) -> dict[str, str]:
     positions = " ".join(f"{share:.2f}" for share in stats.position_acceptance)
     return {
-        "tokens": f"{stats.n_generated} in {stats.n_steps} verification steps",
-        "prompt": f"{stats.n_prompt} tokens evaluated, {stats.n_prompt_reused} reused",
+        "tokens": f"{stats.n_generated} in {counted(stats.n_steps, 'verification step')}",
+        "prompt": f"{counted(stats.n_prompt, 'token')} evaluated, {stats.n_prompt_reused} reused",
         "acceptance length": f"{stats.acceptance_length:.2f} tokens per step",
         "drafted": f"{stats.n_drafted}, accepted {stats.n_accepted} ({stats.acceptance_rate:.0%})",
         "by position": positions or "nothing drafted",

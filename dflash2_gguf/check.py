@@ -14,6 +14,7 @@ from dflash2_gguf.check_fact import Fact, Verdict, from_error, note
 from dflash2_gguf.check_files import open_draft, open_target_file
 from dflash2_gguf.convert.ui import Terminal
 from dflash2_gguf.errors import DFlash2Error, UsageError
+from dflash2_gguf.words import counted
 
 __all__ = ["CheckRequest", "check", "find_facts"]
 
@@ -22,18 +23,25 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """The arguments of ``check``."""
+    """The arguments of ``check``; ``max_tokens`` is the longest answer of its run."""
 
     target: Path
     draft: Path
     as_json: bool = False
     run: bool = False
+    max_tokens: int = 64
+    n_threads: int | None = None
     verbose: bool = False
 
     def __post_init__(self) -> None:
         for path in (self.target, self.draft):
             if self.run and path.is_dir():
                 raise UsageError(f"--run needs GGUF files, {path} is a folder", "convert it first")
+        if self.run and self.max_tokens < 3:
+            raise UsageError(
+                f"answers of {counted(self.max_tokens, 'token')} judge no draft",
+                "-n can be 3 or more",
+            )
 
 
 def check(request: CheckRequest, terminal: Terminal) -> int:
@@ -69,7 +77,12 @@ def _run(request: CheckRequest, facts: Sequence[Fact]) -> tuple[list[Fact], dict
 
     if request.verbose:
         echo_log()
-    found, kept = run_pair(request.target, request.draft)
+    found, kept = run_pair(
+        request.target,
+        request.draft,
+        max_tokens=request.max_tokens,
+        n_threads=request.n_threads,
+    )
     return found, None if kept is None else kept.as_dict()
 
 
@@ -112,4 +125,8 @@ def _print(facts: Sequence[Fact], terminal: Terminal) -> None:
         if fact.hint:
             terminal.line(f"{'':7}  {'':{width}}  hint: {fact.hint}")
     counts = Counter(fact.verdict for fact in facts)
-    terminal.note(", ".join(f"{counts[v]} {v.value}" for v in reversed(list(Verdict)) if counts[v]))
+    terminal.note(", ".join(_counted(v, counts[v]) for v in reversed(list(Verdict)) if counts[v]))
+
+
+def _counted(verdict: Verdict, n: int) -> str:
+    return f"{n} ok" if verdict is Verdict.OK else counted(n, verdict.value)

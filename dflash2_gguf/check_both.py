@@ -19,6 +19,7 @@ from dflash2_gguf.known_models import (
     usual_layers,
 )
 from dflash2_gguf.pair import check_headers
+from dflash2_gguf.words import counted
 
 __all__ = ["last_fact", "pair_facts", "target_fact"]
 
@@ -37,7 +38,8 @@ def target_fact(target: TargetFile) -> Fact:
     where = f"{len(target.parts)} files" if len(target.parts) > 1 else "one file"
     return ok(
         "target",
-        f"{model.name}, {model.arch}, {model.n_layer} layers, hidden size {model.n_embd}{wide}, "
+        f"{model.name}, {model.arch}, {counted(model.n_layer, 'layer')}, "
+        f"hidden size {model.n_embd}{wide}, "
         + (where if target.parts else "a Hugging Face folder"),
     )
 
@@ -77,7 +79,7 @@ def _made_for(target: TargetFile, draft: DraftFile) -> Fact:
     if count is not None and count != model.n_layer:
         return error(
             "made for",
-            f"a target of {count} layers, {model.name} has {model.n_layer}",
+            f"a target of {counted(count, 'layer')}, {model.name} has {model.n_layer}",
             _OTHER,
         )
     if arch and target.parts and arch in PUBLISHES_INNER and arch != model.arch:
@@ -88,7 +90,7 @@ def _made_for(target: TargetFile, draft: DraftFile) -> Fact:
         return note(
             "made for", "the file does not say", "widths and tokens below are all there is to go by"
         )
-    of_layers = f"a target of {count} layers" if count else "a target"
+    of_layers = f"a target of {counted(count, 'layer')}" if count else "a target"
     return ok("made for", f"{name or of_layers}" + (f", {arch}" if arch else ""))
 
 
@@ -124,9 +126,10 @@ def _vocabulary(target: TargetFile, draft: DraftFile) -> Fact:
         text = f", the last {padding} of them without text" if padding else ""
         return ok("vocabulary", f"{rows} tokens in both{text}")
     if ours < rows and rows - ours <= target.n_padding:
+        spare = counted(target.n_padding, "row")
         return error(
             "vocabulary",
-            f"target {rows} tokens with {target.n_padding} rows of padding, drafter {ours} without",
+            f"target {rows} tokens with {spare} of padding, drafter {ours} without",
             "the drafter was converted for a target without its padding; convert it for this one",
         )
     return error("vocabulary", f"target {rows} tokens, drafter {ours}", _OTHER)

@@ -11,6 +11,7 @@ from dflash2_gguf.check_files import DraftFile, tensor_bytes
 from dflash2_gguf.convert.metadata import Provenance, licence_warning
 from dflash2_gguf.gguf_schema import Key, arch_key, tensor_name
 from dflash2_gguf.known_models import Release, find_release
+from dflash2_gguf.words import counted
 
 __all__ = ["CONVERT", "MIGRATE", "draft_facts"]
 
@@ -87,7 +88,8 @@ def _block(facts: Mapping[str, Any]) -> Fact:
     if size is None:
         return error("block size", f"the file has no {arch_key(Key.Arch.BLOCK_SIZE)}", MIGRATE)
     if not 2 <= size <= _MAX_BLOCK:
-        return error("block size", f"{size} tokens, it can be 2 to {_MAX_BLOCK}", CONVERT)
+        tokens = counted(size, "token")
+        return error("block size", f"{tokens}, it can be 2 to {_MAX_BLOCK}", CONVERT)
     return ok("block size", f"{size}: a token and {size - 1} drafted after it")
 
 
@@ -167,12 +169,13 @@ def _window(draft: DraftFile) -> Fact:
     if not flags:
         return error("window", f"a window of {size} and no list of the layers it is for", MIGRATE)
     if len(flags) != layers:
-        return error("window", f"{len(flags)} marks of windowed layers, {layers} layers", CONVERT)
-    block = facts["block_size"] or 0
+        marks = f"{counted(len(flags), 'mark')} of windowed layers"
+        return error("window", f"{marks}, {counted(layers, 'layer')}", CONVERT)
+    block, tokens = facts["block_size"] or 0, counted(size, "token")
     if size < block:
-        return warning("window", f"{size} tokens, less than the block of {block} tokens", CONVERT)
+        return warning("window", f"{tokens}, less than the block of {block} tokens", CONVERT)
     where = "all layers" if all(flags) else f"{sum(map(bool, flags))} of {layers} layers"
-    return ok("window", f"{size} tokens in {where}")
+    return ok("window", f"{tokens} in {where}")
 
 
 def _no_window(draft: DraftFile) -> Fact:

@@ -29,6 +29,7 @@ from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Session
 from dflash2_gguf.stats import Stats
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 
 __all__ = ["PROMPTS", "Kept", "judge", "kept_of", "run_pair"]
 
@@ -44,7 +45,7 @@ PROMPTS = (
 )
 
 _MAX_TOKENS = 64
-_N_CTX = 1024
+_PROMPT_ROOM = 960  # tokens; chat templates can be long
 _DEAD, _WEAK = 1.2, 1.6  # tokens per step
 _DEVIATIONS = 1.96  # of a 95 % confidence interval
 _FEW_STEPS = 32
@@ -82,11 +83,12 @@ def run_pair(
     n_threads: int | None = None,
 ) -> tuple[list[Fact], Kept | None]:
     """Load the pair, answer ``prompts`` and judge; no numbers where it cannot be loaded."""
+    n_ctx = _PROMPT_ROOM + max_tokens
     try:
         with Session(
             target,
             draft,
-            n_ctx=_N_CTX,
+            n_ctx=n_ctx,
             n_threads=n_threads,
             draft_max=_block_size(draft) - 1,  # a fixed width: it never stops for not paying
         ) as session:
@@ -94,7 +96,7 @@ def run_pair(
             kept = kept_of(session.stats)
         facts = judge(kept)
         if kept.high >= _DEAD:
-            facts += _tried(target, draft, answers, kept, n_threads)
+            facts += _tried(target, draft, answers, kept, n_ctx, n_threads)
     except DFlash2Error as problem:
         return [from_error("run", problem)], None
     return facts, kept
@@ -127,7 +129,12 @@ def _tokens(session: Session, prompt: str) -> list[int]:
 
 
 def _tried(
-    target: Path, draft: Path, answers: Sequence[Answer], kept: Kept, n_threads: int | None
+    target: Path,
+    draft: Path,
+    answers: Sequence[Answer],
+    kept: Kept,
+    n_ctx: int,
+    n_threads: int | None,
 ) -> list[Fact]:
     """Other numbers, where the header's are not beyond doubt."""
     theirs, ours = read_header(target), read_header(draft)
@@ -142,7 +149,7 @@ def _tried(
         target_base=theirs.arch(Key.Arch.ROPE_FREQ_BASE, float),
         shifts=[s for s in (1, -1) if is_weak or tuple(i + s for i in ids) in usual],
     )
-    return try_out(target, ours, trials, answers, n_ctx=_N_CTX, n_threads=n_threads)
+    return try_out(target, ours, trials, answers, n_ctx=n_ctx, n_threads=n_threads)
 
 
 def kept_of(stats: Stats) -> Kept:
@@ -185,8 +192,14 @@ def judge(kept: Kept) -> list[Fact]:
 def _acceptance(kept: Kept) -> Fact:
     figures = (
         f"{kept.length:.2f} tokens per step (95 % between {kept.low:.2f} and {kept.high:.2f}), "
-        f"{kept.n_accepted} of {kept.n_drafted} drafts kept in {kept.n_steps} steps"
+        f"{kept.n_accepted} of {kept.n_drafted} drafts kept in {counted(kept.n_steps, 'step')}"
     )
+    if kept.n_steps < _FEW_STEPS:
+        return warning(
+            "acceptance",
+            f"too little to judge: {figures}",
+            "the answers are too short; -n lets them be longer",
+        )
     if kept.high < _DEAD:
         return error(
             "acceptance",
@@ -194,8 +207,6 @@ def _acceptance(kept: Kept) -> Fact:
             "these are not the features it was trained on: another model's drafter, layers or "
             "weights in another order, or weights that were lost; convert its checkpoint again",
         )
-    if kept.n_steps < _FEW_STEPS:
-        return warning("acceptance", f"too little to judge: {figures}", "the answers are too short")
     if kept.length < _WEAK:
         return warning(
             "acceptance",

@@ -29,6 +29,7 @@ from dflash2_gguf.errors import CheckpointError
 from dflash2_gguf.gguf_header import Header
 from dflash2_gguf.gguf_schema import Key, arch_key
 from dflash2_gguf.replay import Replay
+from dflash2_gguf.words import counted
 
 __all__ = ["Answer", "Trial", "alternatives", "judge_trial", "try_out"]
 
@@ -132,7 +133,7 @@ def judge_trial(trial: Trial, own: Sequence[Sequence[int]], other: Sequence[Sequ
     n = sum(map(len, gains))
     means = [sum(map(sum, kept)) / n for kept in (own, other)]
     figures = f"{means[0]:.2f} drafts of a block are kept with {trial.as_is}, {means[1]:.2f} with "
-    figures += f"{trial.other}, over {n} blocks"
+    figures += f"{trial.other}, over {counted(n, 'block')}"
     if gain > _SURE * doubt:
         return error(trial.name, f"{trial.other} fits better: {figures}", trial.hint)
     if gain < -_SURE * doubt:

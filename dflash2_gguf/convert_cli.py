@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from dflash2_gguf import options
 from dflash2_gguf.errors import DFlash2Error, UsageError
@@ -97,12 +98,20 @@ def _parse(words: list[str]) -> _Job:
     app.command("pack")(_pack)
     app.command("presets")(_presets)
     app.command("calibrate")(_calibrate)
-    app.command("fidelity")(_fidelity)
+    app.command("fidelity", cls=_ListOfFiles)(_fidelity)
     try:
         job = app(_with_command(words), prog_name=_PROGRAM, standalone_mode=False)
     except _parser_error() as error:
-        raise UsageError(_first_lower(error), "--help lists the options") from error
+        raise UsageError(_first_lower(error), _way_out(error)) from error
     return job if callable(job) else lambda: int(job or 0)
+
+
+class _ListOfFiles(TyperCommand):
+    """Its repeated argument is shown as files, not as the Python type that holds them."""
+
+    def get_help(self, ctx: Any) -> str:
+        """The text of --help."""
+        return super().get_help(ctx).replace("<list[Path]>", "<path>...")
 
 
 def _with_command(words: list[str]) -> list[str]:
@@ -124,6 +133,13 @@ def _with_command(words: list[str]) -> list[str]:
 def _parser_error() -> type[Any]:
     """click's base exception, which typer brings under different names in different versions."""
     return next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _way_out(error: Any) -> str:
+    command = getattr(getattr(error, "cmd", None), "name", None)
+    if command in ("convert", "migrate", "pack") and "unexpected extra" in error.message:
+        return "name the target with --target, what is written with -o"
+    return "--help lists the options"
 
 
 def _first_lower(error: Any) -> str:
@@ -226,6 +242,8 @@ def _check(
     run: Annotated[
         bool, typer.Option("--run", help="Draft for some built-in prompts and judge what is kept.")
     ] = False,
+    max_tokens: options.LongestAnswer = 64,
+    threads: options.Threads = None,
     as_json: _Json = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show tracebacks, and llama.cpp's log of --run.")
@@ -235,7 +253,15 @@ def _check(
     from dflash2_gguf.check import CheckRequest, check
     from dflash2_gguf.convert.ui import Terminal
 
-    request = CheckRequest(target=target, draft=draft, run=run, as_json=as_json, verbose=verbose)
+    request = CheckRequest(
+        target=target,
+        draft=draft,
+        as_json=as_json,
+        run=run,
+        max_tokens=max_tokens,
+        n_threads=threads,
+        verbose=verbose,
+    )
     return partial(check, request, Terminal())
 
 
@@ -339,9 +365,7 @@ def _calibrate(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="OUT", help="The importance matrix, a GGUF.")
     ] = Path("imatrix.gguf"),
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
-    ] = 128,
+    max_tokens: options.LongestAnswer = 128,
     ctx_size: options.CtxSize = None,
     threads: options.Threads = None,
     gpu_layers: options.GpuLayers = "auto",
@@ -388,9 +412,7 @@ def _fidelity(
     ],
     model: options.Model = None,
     prompts: options.Prompts = None,
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
-    ] = 48,
+    max_tokens: options.LongestAnswer = 48,
     ctx_size: options.CtxSize = None,
     threads: options.Threads = None,
     raw: options.Raw = False,

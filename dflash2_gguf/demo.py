@@ -27,6 +27,7 @@ from dflash2_gguf.measure import (
 )
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 
 __all__ = ["main"]
 
@@ -116,7 +117,7 @@ def _describe(question: str, answer: _Answers) -> str:
     run = answer.block[0]
     lines = [f"question         {question}", f"answer           {_one_line(run.text)}"]
     if answer.difference is None:
-        lines.append(f"without drafter  the same {len(run.tokens)} tokens")
+        lines.append(f"without drafter  the same {counted(len(run.tokens), 'token')}")
     else:
         lines.append(f"without drafter  {_one_line(answer.plain[0].text)}")
         lines.append(f"                 DIFFERS from token {answer.difference} on")
@@ -138,7 +139,10 @@ def _summary(answers: list[_Answers], draft_max: int) -> str:
     automatic = spread([answer.ratio(answer.automatic) for answer in answers])
     lines = [
         f"texts            {equal} of {len(answers)} equal",
-        f"whole blocks     {draft_max} tokens drafted at once, {length.median:.2f} tokens per step",
+        (
+            f"whole blocks     {counted(draft_max, 'token')} drafted at once, "
+            f"{length.median:.2f} tokens per step"
+        ),
         f"                 {_speed(block)}",
         "automatic        as many as pay on this machine",
         f"                 {_speed(automatic)}",

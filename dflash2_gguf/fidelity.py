@@ -36,6 +36,7 @@ from dflash2_gguf.prompts import Prompt, prompt_tokens
 from dflash2_gguf.replay import Replay
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 
 __all__ = ["Acceptance", "Drafter", "FidelitySettings", "Measured", "measure", "name_drafters"]
 
@@ -65,7 +66,8 @@ class FidelitySettings:
             raise UsageError("there is nothing to compare with the reference", "name more drafters")
         if self.max_tokens < 3:
             raise UsageError(
-                f"answers of {self.max_tokens} tokens judge no draft", "-n can be 3 or more"
+                f"answers of {counted(self.max_tokens, 'token')} judge no draft",
+                "-n can be 3 or more",
             )
 
 

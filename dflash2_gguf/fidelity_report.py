@@ -16,6 +16,7 @@ from dflash2_gguf.errors import UsageError
 from dflash2_gguf.fidelity import Acceptance, Drafter, FidelitySettings, Measured, measure
 from dflash2_gguf.replacing import replacing, require_writable
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 
 __all__ = ["Report", "fidelity", "page", "plot", "table"]
 
@@ -35,6 +36,11 @@ _HEAD = (
     "time",
 )
 
+_LEGEND = (
+    "MB: all tensors; bits: per weight; tokens/step: per verification step at temperature T "
+    "(95 % interval); of the first, time: ratio to the first drafter; KL of q (0 is equal), "
+    "overlap, top-1, path (1 is equal): agreement with its drafts; draft ms: per block"
+)
 _METHOD = """\
 Written by `dflash2-convert fidelity` on {machine}.
 
@@ -76,6 +82,7 @@ def fidelity(settings: FidelitySettings, report: Report, terminal: Terminal) -> 
         terminal.write(json.dumps([_plain(one) for one in found], indent=2) + "\n")
     else:
         terminal.grid(_HEAD, table(found))
+        terminal.note(_LEGEND)
     if report.plot is not None:
         plot(found, report.plot)
     if report.page is not None:
@@ -89,7 +96,8 @@ def fidelity(settings: FidelitySettings, report: Report, terminal: Terminal) -> 
 def _machine(settings: FidelitySettings) -> str:
     threads = settings.n_threads or physical_cores()
     name = f"{platform.machine()}, {platform.system()}"
-    return f"a machine with {physical_cores()} cores ({name}), with {threads} of them in use"
+    cores = counted(physical_cores(), "core")
+    return f"a machine with {cores} ({name}), with {threads} of them in use"
 
 
 def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:

@@ -11,6 +11,7 @@ from dflash2_gguf.errors import CheckpointError, UsageError
 from dflash2_gguf.plan import Plan
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 
 __all__ = [
     "Launch",
@@ -69,7 +70,7 @@ def unmet(launch: Launch, opened: Session | Plan) -> Iterator[str]:
     """What was asked for and is not to be had, or not to be trusted."""
     wanted = launch.draft_max or 0
     if launch.draft is not None and opened.draft_max < wanted:
-        yield f"this drafter drafts {opened.draft_max} tokens at once, not {wanted}"
+        yield f"this drafter drafts {counted(opened.draft_max, 'token')} at once, not {wanted}"
     if (launch.n_ctx or 0) > opened.n_ctx_trained:
         yield (
             f"the context of {launch.n_ctx} tokens is longer than the {opened.n_ctx_trained} that "
@@ -112,7 +113,8 @@ def plan_session(launch: Launch, *, n_parallel: int = 1) -> Plan:
 
 def chosen(plan: Plan) -> str:
     """What --fit chose, in words."""
-    layers = "" if plan.n_gpu_layers is None else f", {plan.n_gpu_layers} layers on the GPU"
+    n = plan.n_gpu_layers
+    layers = "" if n is None else f", {counted(n, 'layer')} on the GPU"
     return f"fitted: context {plan.n_ctx}{layers}"
 
 

@@ -21,6 +21,7 @@ from dflash2_gguf.machine import free_memory
 from dflash2_gguf.native import MemoryStruct, SessionParams, api, check
 from dflash2_gguf.pair import check_complete, check_headers, check_target
 from dflash2_gguf.stats import Memory
+from dflash2_gguf.words import counted
 
 __all__ = [
     "Model",
@@ -152,8 +153,9 @@ def _check_files(target: Path, draft: Path | None) -> None:
 
 def _require_gpu(n_gpu_layers: int | None) -> None:
     if n_gpu_layers and not api().llama.llama_supports_gpu_offload():
+        are = "is" if n_gpu_layers == 1 else "are"
         raise UsageError(
-            f"{n_gpu_layers} layers are wanted on a GPU, and these libraries see none",
+            f"{counted(n_gpu_layers, 'layer')} {are} wanted on a GPU, and these libraries see none",
             'build them with CMAKE_ARGS="... -DGGML_CUDA=ON", or leave out --gpu-layers',
         )
 

@@ -1,4 +1,4 @@
-"""Options that several commands of ``dflash2-run`` share, each once."""
+"""Options that several commands share, each once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "GpuLayers",
     "Grammar",
     "JsonSchema",
+    "LongestAnswer",
     "MaxTokens",
     "MinP",
     "Model",
@@ -80,6 +81,9 @@ MaxTokens = Annotated[
     typer.Option(
         "-n", "--max-tokens", metavar="N", min=1, help="Longest answer. Default: until it ends."
     ),
+]
+LongestAnswer = Annotated[
+    int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Longest answer.")
 ]
 Temperature = Annotated[
     float, typer.Option("--temp", metavar="T", min=0.0, help="Temperature; 0 is greedy.")

@@ -13,6 +13,7 @@ from dflash2_gguf.prompts import Prompt, prompt_tokens
 from dflash2_gguf.sampling import SamplingParams
 from dflash2_gguf.session import Session
 from dflash2_gguf.ui import Terminal
+from dflash2_gguf.words import counted
 
 __all__ = ["Difference", "Proof", "ProofSettings", "prove"]
 
@@ -155,8 +156,8 @@ def _difference(
 
 def _describe(proof: Proof) -> str:
     lines = [
-        f"{proof.n_prompts} answers, {proof.acceptance_length:.2f} tokens per step",
-        f"{proof.n_tokens} tokens compared, answers that differ: {proof.n_different}",
+        f"{counted(proof.n_prompts, 'answer')}, {proof.acceptance_length:.2f} tokens per step",
+        f"{counted(proof.n_tokens, 'token')} compared, answers that differ: {proof.n_different}",
     ]
     if proof.first is not None:
         lines.append(_where(proof.first))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dflash2_gguf.words import counted
+
 __all__ = ["DRAFT_FAILURES", "WIDTH_REASONS", "Memory", "Stats"]
 
 # order of enum dflash2_draft_failure in dflash2.h
@@ -93,7 +95,7 @@ class Stats:
     def warnings(self) -> tuple[str, ...]:
         """What a user should know: drafts that failed, drafts that are never accepted."""
         found = [
-            f"{count} steps had no draft ({_FAILURE_TEXT[reason]})"
+            f"{counted(count, 'step')} had no draft ({_FAILURE_TEXT[reason]})"
             for reason, count in self.draft_failures.items()
             if count
         ]

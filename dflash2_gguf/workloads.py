@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash2_gguf.errors import CheckpointError, UsageError
+from dflash2_gguf.words import counted
 
 __all__ = ["Question", "by_workload", "read_questions"]
 
@@ -66,7 +67,7 @@ def by_workload(questions: Sequence[Question], count: int) -> dict[str, list[Que
     for name, group in groups.items():
         if len(group) < count:
             raise UsageError(
-                f"workload {name!r} has {len(group)} questions, {count} are needed",
+                f"workload {name!r} has {counted(len(group), 'question')}, {count} are needed",
                 "add some, or measure fewer (--limit; one more is needed to warm up)",
             )
     return {name: group[:count] for name, group in groups.items()}

@@ -283,7 +283,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], Edit, list[Found]]] = {
     "a block of one": (
         {},
         Edit(set={"dflash.block_size": 1}),
-        [error("block size", "1 tokens, it can be 2 to 32", CONVERT)],
+        [error("block size", "1 token, it can be 2 to 32", CONVERT)],
     ),
     "no number of candidates": (
         {},

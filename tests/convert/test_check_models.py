@@ -11,9 +11,11 @@ from typing import Any
 import gguf
 import pytest
 
-from dflash2_gguf.check import find_facts
+from dflash2_gguf import check as module
+from dflash2_gguf.check import CheckRequest, check, find_facts
 from dflash2_gguf.check_fact import Fact, Verdict, ok, warning
 from dflash2_gguf.convert.pipeline import make_plan
+from dflash2_gguf.convert.ui import Terminal
 from dflash2_gguf.known_models import (
     HF_ARCHITECTURES,
     NO_ROLLBACK,
@@ -335,10 +337,10 @@ def test_swapped_files_are_told(tmp_path: Path, drafter: Path) -> None:
 
 
 def test_files_that_are_not_there_are_told(tmp_path: Path) -> None:
-    again = "download or convert the file again"
+    path = "check the path; it can be a GGUF file or a {} folder"
     assert found(find_facts(tmp_path / "t.gguf", tmp_path / "d.gguf"), tmp_path) == [
-        error("target", "there is no target at t.gguf", again),
-        error("drafter", "there is no file or folder d.gguf", again),
+        error("target", "there is no target at t.gguf", path.format("Hugging Face")),
+        error("drafter", "there is no file or folder d.gguf", path.format("checkpoint")),
     ]
 
 
@@ -504,6 +506,21 @@ def test_transcript_of_a_wrong_pair(tmp_path: Path, drafter: Path, program: Prog
         f"                                    hint: {OTHER}",
     ]
     assert (done.code, done.err) == (1, "1 error, 1 warning, 20 ok\n")
+
+
+def test_facts_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = [Verdict.ERROR, Verdict.WARNING, Verdict.NOTE]
+    once = [Fact(name="x", verdict=kind, message="y", hint="z") for kind in kinds]
+    request = CheckRequest(target=Path("t"), draft=Path("d"))
+    for facts, told in (
+        ([ok("x", "y"), *once], "1 error, 1 warning, 1 note, 1 ok\n"),
+        ([ok("x", "y"), *once] * 2, "2 errors, 2 warnings, 2 notes, 2 ok\n"),
+    ):
+        monkeypatch.setattr(module, "find_facts", lambda *_, facts=facts: facts)
+        assert check(request, Terminal()) == 1
+        assert capsys.readouterr().err == told
 
 
 def test_json_has_every_fact(tmp_path: Path, drafter: Path, program: Program) -> None:

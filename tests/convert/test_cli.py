@@ -73,10 +73,10 @@ def test_dry_run_writes_nothing(
         "out/tiny-Q8_0.gguf: 29.6 kB of tensors (F32 14, Q8_0 22)\n"
     )
     assert done.err == (
-        "warning: q4_k_m: Q5_0 instead of Q4_K for 2 tensors with rows of 64\n"
-        "warning: q4_k_m: Q5_0 instead of Q4_K for 18 tensors with rows of 32\n"
-        "warning: q4_k_m: Q8_0 instead of Q6_K for 1 tensor with rows of 32\n"
-        "warning: q4_k_m: Q8_0 instead of Q6_K for 1 tensor with rows of 64\n"
+        "q4_k_m: Q5_0 instead of Q4_K for 2 tensors with rows of 64\n"
+        "q4_k_m: Q5_0 instead of Q4_K for 18 tensors with rows of 32\n"
+        "q4_k_m: Q8_0 instead of Q6_K for 1 tensor with rows of 32\n"
+        "q4_k_m: Q8_0 instead of Q6_K for 1 tensor with rows of 64\n"
     )
     assert done.code == 0
     assert not (tmp_path / "out").exists()
@@ -177,7 +177,26 @@ def test_verbose_names_every_tensor_and_reason(
         (
             ["tiny", "--target", "none.gguf", "--preset", "bf16"],
             1,
-            "error: there is no target at none.gguf\n",
+            (
+                "error: there is no target at none.gguf\n"
+                "hint: check the path; it can be a GGUF file or a Hugging Face folder\n"
+            ),
+        ),
+        (
+            ["tiny", "target.gguf", "--preset", "bf16"],
+            2,
+            (
+                "error: got unexpected extra argument(s) (target.gguf)\n"
+                "hint: name the target with --target, what is written with -o\n"
+            ),
+        ),
+        (
+            ["inspect", "tiny", "target.gguf"],
+            2,
+            (
+                "error: got unexpected extra argument(s) (target.gguf)\n"
+                "hint: --help lists the options\n"
+            ),
         ),
         (
             ["inspect", "target.gguf"],

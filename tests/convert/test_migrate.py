@@ -295,9 +295,11 @@ def test_program_writes_next_to_the_file_and_lists_the_changes(
     assert (nothing.code, nothing.out, nothing.err) == (
         0,
         "",
-        "old-migrated.gguf needs no migration\n",
+        "old-migrated.gguf needs no migration: x.gguf was not written, use the file as it is\n",
     )
     assert not (tmp_path / "x.gguf").exists()
+    tried = program("migrate", "old-migrated.gguf", "--target", "target.gguf", "--dry-run")
+    assert (tried.code, tried.out, tried.err) == (0, "", "old-migrated.gguf needs no migration\n")
 
 
 def test_dry_run_lists_and_writes_nothing(good: Path, program: Program, tmp_path: Path) -> None:

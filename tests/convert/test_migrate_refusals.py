@@ -232,6 +232,20 @@ FORK = KINDS["dflash-draft"]
             "--config with the config.json of its checkpoint corrects it",
         ),
         (
+            Kind(
+                keys=dropped("dflash.attention.sliding_window_pattern"),
+                adds={
+                    "dflash.attention.sliding_window_pattern": (
+                        [True],
+                        ARRAY,
+                        gguf.GGUFValueType.BOOL,
+                    )
+                },
+            ),
+            "dflash.attention.sliding_window_pattern has 1 entry for 2 layers",
+            "--config with the config.json of its checkpoint corrects it",
+        ),
+        (
             Kind(keys=dropped("dflash.attention.sliding_window_pattern")),
             "{old} does not say: which layers slide",
             CONFIG,

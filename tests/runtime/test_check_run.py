@@ -9,12 +9,13 @@ import gguf
 import numpy as np
 import pytest
 
-from dflash2_gguf.check_fact import Verdict
+from dflash2_gguf.check_fact import Fact, Verdict, ok
 from dflash2_gguf.check_run import PROMPTS, Kept, judge, kept_of, run_pair
 from dflash2_gguf.check_trial import Trial, _mean_and_error, alternatives, judge_trial
+from dflash2_gguf.convert_cli import main
 from dflash2_gguf.gguf_header import read_header
 from dflash2_gguf.stats import Stats
-from tests.convert.pairs import Edit, edit
+from tests.convert.pairs import Edit, edit, write_right_drafter, write_right_target
 from tests.runtime.gguf_files import drafter_fields, write_gguf
 
 # the bundled pair and copies of its drafter on all built-in prompts, q8_0, blocks of 8:
@@ -73,6 +74,17 @@ def test_a_few_steps_judge_nothing() -> None:
         (
             "too little to judge: 1.60 tokens per step (95 % between 1.25 and 1.95), "
             "12 of 140 drafts kept in 20 steps"
+        ),
+    )
+
+
+def test_a_few_steps_that_keep_nothing_are_not_called_dead() -> None:
+    (fact,) = judge(kept_of(stats((1, 7, 0, (0,)))))
+    assert (fact.verdict, fact.message) == (
+        Verdict.WARNING,
+        (
+            "too little to judge: 1.00 tokens per step (95 % between 1.00 and 1.00), "
+            "0 of 7 drafts kept in 1 step"
         ),
     )
 
@@ -155,7 +167,48 @@ def test_numbers_to_try_follow_from_the_headers(tmp_path: Path) -> None:
     assert alternatives(draft, n_layer=6, target_base=None, shifts=()) == []
 
 
+@pytest.fixture
+def right_pair(tmp_path: Path) -> list[str]:
+    """A target and a drafter whose headers fit."""
+    target = write_right_target(tmp_path / "target.gguf")
+    return [str(target), str(write_right_drafter(tmp_path / "drafter.gguf"))]
+
+
+def test_the_run_has_the_answers_and_threads_asked_for(
+    right_pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    def run_pair(*_pair: Path, **options: int) -> tuple[list[Fact], None]:
+        asked.update(options)
+        return [ok("acceptance", "as expected")], None
+
+    monkeypatch.setattr("dflash2_gguf.check_run.run_pair", run_pair)
+    assert main(["check", *right_pair, "--run", "-n", "16", "-t", "3"]) == 0
+    assert asked == {"max_tokens": 16, "n_threads": 3}
+    assert main(["check", *right_pair, "--run"]) == 0
+    assert asked == {"max_tokens": 64, "n_threads": None}
+
+
+@pytest.mark.parametrize(("n", "tokens"), [("1", "1 token"), ("2", "2 tokens")])
+def test_answers_that_judge_nothing_are_refused(
+    right_pair: list[str], capsys: pytest.CaptureFixture[str], n: str, tokens: str
+) -> None:
+    assert main(["check", *right_pair, "--run", "-n", n]) == 2
+    assert capsys.readouterr().err == (
+        f"error: answers of {tokens} judge no draft\nhint: -n can be 3 or more\n"
+    )
+
+
 SOME = (PROMPTS[1], PROMPTS[7])
+
+
+@pytest.mark.native
+def test_the_shortest_answers_are_too_little_to_judge(target_gguf: Path, drafter: Path) -> None:
+    facts, kept = run_pair(target_gguf, drafter, prompts=SOME, max_tokens=3, n_threads=1)
+    assert [f.message.partition(":")[0] for f in facts][:1] == ["too little to judge"]
+    assert kept is not None
+    assert kept.n_drafted > 0
 
 
 @pytest.mark.native

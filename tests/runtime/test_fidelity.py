@@ -14,7 +14,7 @@ from dflash2_gguf import SamplingParams, Session, fidelity_report
 from dflash2_gguf.agreement import Interval
 from dflash2_gguf.convert_cli import main
 from dflash2_gguf.fidelity import Acceptance, Drafter, FidelitySettings, Measured, measure
-from dflash2_gguf.fidelity_report import page, plot, table
+from dflash2_gguf.fidelity_report import Report, fidelity, page, plot, table
 from dflash2_gguf.ui import Terminal
 from tests.runtime.terminal import ENVIRONMENT
 
@@ -131,6 +131,26 @@ def test_cells_of_the_table_are_whole_figures() -> None:
         "4.5",
         "0.75",
     )
+
+
+def test_a_line_below_the_table_says_what_its_columns_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [measured("bf16"), measured("q4_0")]
+    monkeypatch.setattr(fidelity_report, "measure", lambda *_: found)
+    settings = FidelitySettings(
+        target=Path("t"), drafts=(Path("a"), Path("b")), prompts=(), max_tokens=8
+    )
+    assert fidelity(settings, Report(), Terminal()) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 3
+    assert shown.err == (
+        "MB: all tensors; bits: per weight; tokens/step: per verification step at temperature T "
+        "(95 % interval); of the first, time: ratio to the first drafter; KL of q (0 is equal), "
+        "overlap, top-1, path (1 is equal): agreement with its drafts; draft ms: per block\n"
+    )
+    assert fidelity(settings, Report(as_json=True), Terminal()) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_page_has_every_drafter_and_position() -> None:

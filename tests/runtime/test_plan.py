@@ -408,4 +408,6 @@ def test_layers_on_a_gpu_that_is_not_there_are_refused(target_gguf: Path) -> Non
         Session.plan(target_gguf, n_gpu_layers=2)
     with pytest.raises(UsageError, match="2 layers are wanted on a GPU"):
         Session(target_gguf, n_gpu_layers=2)
+    with pytest.raises(UsageError, match=r"^1 layer is wanted on a GPU"):
+        Session.plan(target_gguf, n_gpu_layers=1)
     assert Session.plan(target_gguf, n_gpu_layers=0).memory.device == 0

@@ -85,6 +85,16 @@ def test_equal_answers_are_a_proof(
     )
 
 
+def test_a_proof_of_one_token_counts_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, shown, _ = _run(monkeypatch, capsys, {"a": (1,)}, {"a": (1,)})
+    assert shown.splitlines()[:2] == [
+        "1 answer, 2.00 tokens per step",
+        "1 token compared, answers that differ: 0",
+    ]
+
+
 def test_a_proof_without_drafts_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,9 @@ def test_failed_drafts_are_told_with_their_reason() -> None:
     assert Stats(draft_failures=failures).warnings() == (
         "3 steps had no draft (the draft pass failed)",
     )
+    assert Stats(draft_failures={"compute": 1}).warnings() == (
+        "1 step had no draft (the draft pass failed)",
+    )
 
 
 def test_a_drafter_that_is_never_right_is_told() -> None:

@@ -69,7 +69,7 @@ def test_workloads_keep_their_order_and_the_first_questions() -> None:
 
 def test_a_workload_with_too_few_questions_is_named() -> None:
     lines = [Question(workload="a", text="x")] * 2 + [Question(workload="b", text="x")]
-    with pytest.raises(UsageError, match="workload 'b' has 1 questions, 2 are needed"):
+    with pytest.raises(UsageError, match="workload 'b' has 1 question, 2 are needed"):
         by_workload(lines, 2)
 
 
