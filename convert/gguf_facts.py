@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from dflash2_gguf.convert.fork_fields import shown
+from dflash2_gguf.convert.fork_names import ARRAYS, SCALARS
 from dflash2_gguf.convert.gguf_reader import GGUFHeader, TensorEntry
 from dflash2_gguf.convert.gguf_values import Scalar
 from dflash2_gguf.errors import CheckpointError
@@ -25,6 +28,29 @@ from dflash2_gguf.gguf_schema import (
 __all__ = ["draft_shape", "gguf_facts", "tensor_problems", "type_name"]
 
 _SHOWN = 5
+_F = Key.Arch
+
+# facts that a drafter's file must state, and their keys
+_STATED = {
+    "block_size": arch_key(_F.BLOCK_SIZE),
+    "mask_token_id": Key.MASK_TOKEN_ID,
+    "target_layers": arch_key(_F.TARGET_LAYERS),
+    "rope_base": arch_key(_F.ROPE_FREQ_BASE),
+    "vocabulary": Key.TOKENS,
+    "layers": arch_key(_F.BLOCK_COUNT),
+    "hidden_size": arch_key(_F.EMBEDDING_LENGTH),
+    "feed_forward": arch_key(_F.FEED_FORWARD_LENGTH),
+    "heads": arch_key(_F.HEAD_COUNT),
+    "kv_heads": arch_key(_F.HEAD_COUNT_KV),
+    "context": arch_key(_F.CONTEXT_LENGTH),
+    "norm_epsilon": arch_key(_F.RMS_EPS),
+}
+_STATED_BY_DFLASH2 = {
+    "conv_kernel": arch_key(_F.CONV_KERNEL_SIZE),
+    "conv_group": arch_key(_F.CONV_GROUP_SIZE),
+    "selector_rank": arch_key(_F.SELECTOR_RANK),
+    "selector_top_k": arch_key(_F.SELECTOR_TOP_K),
+}
 
 
 def gguf_facts(header: GGUFHeader) -> tuple[dict[str, Any], list[str]]:
@@ -61,7 +87,7 @@ def type_name(kind: GGMLType | int) -> str:
 
 def _list(header: GGUFHeader, key: str) -> list[Scalar] | None:
     value = header.values.get(key)
-    return None if value is None else value.items()
+    return None if value is None or value.item is None else value.items()
 
 
 def _integers(header: GGUFHeader, key: str) -> list[int] | None:
@@ -175,10 +201,12 @@ def _tokenizer(header: GGUFHeader) -> dict[str, Any]:
 
 def _origin(header: GGUFHeader) -> dict[str, Any]:
     files, hashes = _list(header, Key.SOURCE_FILES), _list(header, Key.SOURCE_SHA256)
+    name, digest = header.text(Key.SOURCE_GGUF), header.text(Key.SOURCE_GGUF_SHA256)
     return {
         "preset": header.text(Key.PRESET),
         "source": header.text(Key.SOURCE_NAME),
         "source_sha256": dict(zip(map(str, files or []), map(str, hashes or []), strict=False)),
+        "source_gguf": {name: digest} if name and digest else None,
         "target": header.text(Key.TARGET_NAME),
         "target_architecture": header.text(Key.TARGET_ARCHITECTURE),
     }
@@ -186,11 +214,7 @@ def _origin(header: GGUFHeader) -> dict[str, Any]:
 
 def _problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
     """What makes llama.cpp refuse the file or draft badly without a word."""
-    problems = [
-        f"{name.replace('_', ' ')} is missing"
-        for name in ("block_size", "mask_token_id", "target_layers", "rope_base", "vocabulary")
-        if facts[name] is None
-    ]
+    problems = [*_unstated(header, facts), *_outside(facts)]
     problems += [
         f"{key} is a list of lists, which llama.cpp refuses; `dflash2-convert migrate`"
         for key, value in header.values.items()
@@ -200,7 +224,48 @@ def _problems(header: GGUFHeader, facts: dict[str, Any]) -> list[str]:
         problems.append("the file does not say whether attention is causal; convert it again")
     if (facts["sliding_window"] is None) != (facts["sliding_layers"] is None):
         problems.append("sliding window and per-layer pattern do not come together")
-    return problems + list(tensor_problems(header, facts).values())
+    return [*problems, *_unknown_fields(header, facts), *_tensor_lines(header, facts)]
+
+
+def _unstated(header: GGUFHeader, facts: dict[str, Any]) -> Iterator[str]:
+    """Keys that are missing, or hold what can be nothing of the kind."""
+    stated = _STATED | (_STATED_BY_DFLASH2 if facts["kind"].startswith("DFlash 2") else {})
+    for name, key in stated.items():
+        fact, value = facts[name], header.values.get(key)
+        is_positive = isinstance(fact, int | float) and fact > 0
+        if not (is_positive or isinstance(fact, list) or (name == "mask_token_id" and fact == 0)):
+            yield f"{key} is {'missing' if value is None else shown(value)}"
+
+
+def _outside(facts: dict[str, Any]) -> Iterator[str]:
+    """Numbers that count something and lie beyond it."""
+    mask, n_vocab = facts["mask_token_id"], facts["vocabulary"]
+    if None not in (mask, n_vocab) and not 0 <= mask < n_vocab:
+        yield f"mask token {mask} is outside the vocabulary of {n_vocab}"
+    layers, n_layer = facts["target_layers"] or [0], facts["target_layer_count"]
+    if min(layers) < 0:
+        yield (
+            f"target layers {', '.join(map(str, layers))}: the file counts outputs where inputs "
+            "are meant; `dflash2-convert migrate --layer-ids outputs`"
+        )
+    if n_layer is not None and max(layers) >= n_layer:
+        yield f"target layer {max(layers)} of a target with layers 0 to {n_layer - 1}"
+
+
+def _unknown_fields(header: GGUFHeader, facts: dict[str, Any]) -> Iterator[str]:
+    """llama.cpp may read them, and what they change is not known here."""
+    known = {arch_key(field) for field in (*SCALARS, *ARRAYS)}
+    names = [key for key in header.values if key.startswith(arch_key("")) and key not in known]
+    if names and not facts["kind"].startswith("DSpark"):
+        yield f"unknown fields: {_names(names)}"
+
+
+def _tensor_lines(header: GGUFHeader, facts: dict[str, Any]) -> Iterator[str]:
+    """Those of ``tensor_problems``; the selector is missed where metadata speaks of one."""
+    if facts["kind"].startswith("DFlash 1") and facts["selector_rank"]:
+        facts = facts | {"kind": "DFlash 2"}
+        yield "the metadata is that of a DFlash 2 drafter, the tensors are not"
+    yield from tensor_problems(header, facts).values()
 
 
 def tensor_problems(header: GGUFHeader, facts: dict[str, Any]) -> dict[str, str]:

@@ -26,7 +26,8 @@ __all__ = ["DFlash2Parts", "DraftHparams", "default_target_layer_ids", "read_hpa
 
 _DEFAULT_BLOCK_SIZE = 16
 _MAX_LAYERS = 512  # llama-hparams.h:LLAMA_MAX_LAYERS
-
+_OF_THE_RELEASE = "take the config of the release"
+_COUNTING = "target_layer_ids counts outputs of layers, and the first is 0"
 
 # hidden_act -> what llama.cpp calls it, None where that is its default
 _ACTIVATIONS = {"silu": None, "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
@@ -100,7 +101,8 @@ class DraftHparams:
         _check_scales(self)
         if not 0 <= self.mask_token_id < self.n_vocab:
             raise CheckpointError(
-                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.n_vocab}"
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.n_vocab}",
+                _OF_THE_RELEASE,
             )
 
     def shape(
@@ -209,7 +211,9 @@ def _draft_vocabulary(config: Config) -> int | None:
         return None
     rows, n_vocab = config.draft_int("draft_vocab_size"), config.positive("vocab_size")
     if not 1 <= rows <= n_vocab:
-        raise CheckpointError(f"config.json: draft_vocab_size {rows} of a vocabulary of {n_vocab}")
+        raise CheckpointError(
+            f"config.json: draft_vocab_size {rows} of a vocabulary of {n_vocab}", _OF_THE_RELEASE
+        )
     return rows if rows < n_vocab else None
 
 
@@ -254,7 +258,7 @@ def _mask_token_id(config: Config) -> int:
     if type(value) is not int:
         raise CheckpointError(
             f"config.json: mask_token_id is {value!r}",
-            "a drafter without its mask token cannot draft; take the config of the release",
+            f"a drafter without its mask token cannot draft; {_OF_THE_RELEASE}",
         )
     return value
 
@@ -356,11 +360,14 @@ def _check_heads(h: DraftHparams) -> None:
 def _check_layers(h: DraftHparams) -> None:
     ids = h.target_layer_ids
     if any(i < 0 for i in ids) or len(set(ids)) != len(ids):
-        raise CheckpointError(f"config.json: target_layer_ids {list(ids)} repeat or are negative")
+        raise CheckpointError(
+            f"config.json: target_layer_ids {list(ids)} repeat or are negative", _COUNTING
+        )
     if h.n_target_layer is not None and max(ids) >= h.n_target_layer:
         raise CheckpointError(
             f"config.json: target layer {max(ids)} does not exist in a target of "
-            f"{h.n_target_layer} layers (0 to {h.n_target_layer - 1})"
+            f"{h.n_target_layer} layers (0 to {h.n_target_layer - 1})",
+            _COUNTING,
         )
 
 

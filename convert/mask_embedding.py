@@ -19,6 +19,8 @@ from dflash2_gguf.errors import CheckpointError
 __all__ = ["MASK_FILE", "read_mask"]
 
 MASK_FILE = "mask_embedding.pt"
+_APART = "config.json and the vector do not belong together"
+_AGAIN = "fetch the checkpoint again"
 
 
 def read_mask(directory: Path, hparams: DraftHparams) -> Floats | None:
@@ -34,15 +36,17 @@ def read_mask(directory: Path, hparams: DraftHparams) -> Floats | None:
     if token != hparams.mask_token_id:
         raise CheckpointError(
             f"{MASK_FILE} is of token {token}, config.json masks with {hparams.mask_token_id}",
-            "config.json and the vector do not belong together",
+            _APART,
         )
     if tuple(vector.shape) != (hparams.n_embd,):
         raise CheckpointError(
-            f"{MASK_FILE} has a vector of {list(vector.shape)}, the hidden size is {hparams.n_embd}"
+            f"{MASK_FILE} has a vector of {list(vector.shape)}, "
+            f"the hidden size is {hparams.n_embd}",
+            _APART,
         )
     values: Floats = vector.detach().float().numpy()
     if not np.isfinite(values).all():
-        raise CheckpointError(f"{MASK_FILE} has NaN or infinite values")
+        raise CheckpointError(f"{MASK_FILE} has NaN or infinite values", _AGAIN)
     return values
 
 
@@ -52,7 +56,7 @@ def _entries(state: object, torch: Any) -> tuple[int, Any]:
     if isinstance(token, torch.Tensor) and token.numel() == 1 and is_plain(token):
         token = token.item()
     if type(token) is not int or not isinstance(vector, torch.Tensor):
-        raise CheckpointError(f"{MASK_FILE} has no mask_token_id and embedding")
+        raise CheckpointError(f"{MASK_FILE} has no mask_token_id and embedding", _AGAIN)
     if not vector.is_floating_point() or not is_plain(vector):
-        raise CheckpointError(f"{MASK_FILE} has an embedding that is no vector of floats")
+        raise CheckpointError(f"{MASK_FILE} has an embedding that is no vector of floats", _AGAIN)
     return token, vector

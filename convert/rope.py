@@ -12,6 +12,20 @@ __all__ = ["Rope", "RopeScaling", "read_rope"]
 
 _SCALING = ("linear", "yarn")
 _YARN = ("extrapolation_factor", "attention_factor", "beta_fast", "beta_slow")
+_PLACES = ("rope_parameters", "rope_scaling")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# M-RoPE's keys say nothing of a drafter, which rotates by one position only
+_KNOWN = {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "mrope_section",
+    "mrope_interleaved",
+    *_YARN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +61,8 @@ def read_rope(config: Config, head_dim: int) -> Rope:
     dims, partial = _dimensions(config, parameters, head_dim)
     if interleaved and dims != head_dim:
         raise CheckpointError(
-            "config.json asks for interleaved and partial rotation, which cannot be converted"
+            "config.json asks for interleaved and partial rotation, which cannot be converted",
+            "llama.cpp rotates halves; only heads that rotate as a whole are reordered for that",
         )
     return Rope(
         freq_base=base,
@@ -60,29 +75,45 @@ def read_rope(config: Config, head_dim: int) -> Rope:
 
 
 def _parameters(config: Config) -> tuple[str, dict[str, Any]]:
-    """The rope dictionary; per-layer-type dictionaries must agree, a drafter has one rotation."""
-    for key in ("rope_parameters", "rope_scaling"):
-        value = config.top(key)
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            raise CheckpointError(f"config.json: {key} is {value!r}, not an object")
-        groups = [value[k] for k in ("full_attention", "sliding_attention") if k in value]
-        if not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"config.json: {key} is {value!r}, not an object of objects")
-        if any(group != groups[0] for group in groups):
-            raise CheckpointError(f"config.json: {key} differs between layer types")
-        return key, groups[0] if groups else value
-    return "rope_parameters", {}
+    """The one rope dictionary, and the key it stands under."""
+    given = {key: _group(key, config.top(key)) for key in _PLACES if config.top(key) is not None}
+    if len(given) > 1 and given[_PLACES[0]] != given[_PLACES[1]]:
+        raise CheckpointError(
+            f"config.json contradicts itself: {' and '.join(_PLACES)} differ",
+            "keep the one that the drafter was trained with",
+        )
+    return next(iter(given.items()), (_PLACES[0], {}))
+
+
+def _group(key: str, value: Any) -> dict[str, Any]:
+    """Dictionaries per layer type must agree, a drafter has one rotation."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"config.json: {key} is {value!r}, not an object")
+    groups = [value[kind] for kind in _LAYER_TYPES if kind in value]
+    if not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(f"config.json: {key} is {value!r}, not an object of objects")
+    if any(group != groups[0] for group in groups):
+        raise CheckpointError(
+            f"config.json: {key} differs between layer types",
+            "llama.cpp rotates all layers of a drafter alike",
+        )
+    unknown = set(value) - (set(_LAYER_TYPES) if groups else _KNOWN)
+    unknown |= set(groups[0] if groups else {}) - _KNOWN
+    if unknown:
+        raise CheckpointError(
+            f"config.json: unknown in {key}: {', '.join(sorted(unknown))}",
+            "it may change what the drafter computes",
+        )
+    return groups[0] if groups else value
 
 
 def _freq_base(config: Config, origin: str, parameters: dict[str, Any]) -> tuple[float, str]:
-    inner, outer = Config(parameters), config
-    found = {
-        f"{origin}.rope_theta": inner.number("rope_theta") if "rope_theta" in parameters else None,
-        "rope_theta": outer.number("rope_theta") if "rope_theta" in config.data else None,
+    places = {f"{origin}.rope_theta": Config(parameters), "rope_theta": config}
+    given = {
+        name: place.number("rope_theta")
+        for name, place in places.items()
+        if place.top("rope_theta") is not None
     }
-    given = {name: value for name, value in found.items() if value is not None}
     if not given:
         raise CheckpointError(
             "config.json has no rope_theta",
@@ -90,7 +121,10 @@ def _freq_base(config: Config, origin: str, parameters: dict[str, Any]) -> tuple
         )
     if len(set(given.values())) > 1:
         text = " and ".join(f"{name} = {value:g}" for name, value in given.items())
-        raise CheckpointError(f"config.json contradicts itself: {text}")
+        raise CheckpointError(
+            f"config.json contradicts itself: {text}",
+            "keep the one that the drafter was trained with",
+        )
     name, base = next(iter(given.items()))
     if base <= 0:
         raise CheckpointError(f"config.json: {name} is {base:g}")

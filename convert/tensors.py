@@ -21,9 +21,12 @@ __all__ = ["Ids", "PlannedTensor", "TensorPlan", "plan_tensors"]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 _SHOWN = 5
+_APART = "config.json and weights do not belong together"
 _TABLE = Name.HF_EMBEDDINGS
 _INTEGERS = ("I64", "I32")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)$")
+
+_BITSANDBYTES = "a checkpoint quantized by bitsandbytes"
 
 # part of a tensor name -> what a checkpoint with it is
 _FOREIGN = (
@@ -35,8 +38,8 @@ _FOREIGN = (
     ("pre_feedforward_layernorm", "a drafter with Gemma's extra norms"),
     ("layer_scalar", "a drafter with Gemma's layer scales"),
     ("mlp.experts", "a drafter with experts"),
-    (".absmax", "a checkpoint quantized by bitsandbytes"),
-    (".quant_map", "a checkpoint quantized by bitsandbytes"),
+    (".absmax", _BITSANDBYTES),
+    (".quant_map", _BITSANDBYTES),
     ("self_attn.q_proj.bias", "a drafter with attention biases"),
 )
 
@@ -198,7 +201,8 @@ def _planned(spec: TensorSpec, weight: StoredWeight, hparams: DraftHparams) -> P
     if not weight.fits(spec.shape):
         raise CheckpointError(
             f"tensor {source.stored_name} has shape {list(weight.shape)}, "
-            f"config.json asks for {list(spec.shape)}"
+            f"config.json asks for {list(spec.shape)}",
+            _APART,
         )
     readable = _INTEGERS if spec.role is Role.VOCAB_MAP else tuple(DTYPE_SIZE)
     if weight.is_plain and source.dtype not in readable:
@@ -217,7 +221,9 @@ def _refuse_foreign(weights: Mapping[str, StoredWeight]) -> None:
             if part in name:
                 raise CheckpointError(
                     f"tensor {name} belongs to {kind}",
-                    "drafters of plain Qwen3 layers are converted",
+                    "take the unquantized checkpoint"
+                    if kind == _BITSANDBYTES
+                    else "drafters of plain Qwen3 layers are converted",
                 )
 
 
@@ -233,13 +239,13 @@ def _refuse_contradictions(hparams: DraftHparams, weights: Mapping[str, StoredWe
     if hparams.parts is None and has_selector:
         raise CheckpointError(
             "config.json describes a DFlash 1 drafter, the checkpoint has a candidate selector",
-            "config.json and weights do not belong together",
+            _APART,
         )
     if Name.HF_VOCAB_MAP in weights and hparams.n_vocab_draft is None:
         raise CheckpointError(
             f"the checkpoint has {Name.HF_VOCAB_MAP}, config.json no draft_vocab_size below the "
             "vocabulary's",
-            "config.json and weights do not belong together",
+            _APART,
         )
     if Name.HF_EMBEDDINGS in weights and not own_head and not hparams.tie_embeddings:
         raise CheckpointError(
@@ -253,12 +259,16 @@ def _refuse_contradictions(hparams: DraftHparams, weights: Mapping[str, StoredWe
             "the target's head has other rows; fetch the whole checkpoint",
         )
     if hparams.own_head and not own_head:
-        raise CheckpointError(f"config.json: has_own_lm_head, and there is no {Name.HF_HEAD}")
+        raise CheckpointError(
+            f"config.json: has_own_lm_head, and there is no {Name.HF_HEAD}",
+            "another head drafts other tokens; fetch the whole checkpoint",
+        )
     sinks = _in_layers(weights, Name.HF_SINKS)
     if hparams.sinks is not None and hparams.sinks != sinks:
         there = "has" if sinks else "has no"
         raise CheckpointError(
-            f"config.json: attention_sink_bias is {hparams.sinks}, the checkpoint {there} sinks"
+            f"config.json: attention_sink_bias is {hparams.sinks}, the checkpoint {there} sinks",
+            _APART,
         )
 
 
@@ -267,7 +277,7 @@ def _refuse_missing(specs: tuple[TensorSpec, ...], weights: Mapping[str, StoredW
     if missing:
         raise CheckpointError(
             f"{len(missing)} of {len(specs)} tensors are missing: {_names(missing)}",
-            "config.json and weights do not belong together, or a shard was not downloaded",
+            f"{_APART}, or a shard was not downloaded",
         )
 
 

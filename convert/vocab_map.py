@@ -10,6 +10,7 @@ from dflash2_gguf.errors import CheckpointError
 
 __all__ = ["token_ids"]
 
+_MEANING = "its entries are the distance from row to token id"
 _WIDTHS = {"I64": "<i8", "I32": "<i4"}
 
 
@@ -25,8 +26,8 @@ def token_ids(raw: bytes, dtype: str, n_vocab: int, name: str) -> np.ndarray[Any
     if len(outside):
         raise CheckpointError(
             f"tensor {name} names token {outside[0]}, the vocabulary has {n_vocab}",
-            "its entries are the distance from row to token id",
+            _MEANING,
         )
     if len(np.unique(ids)) != len(ids):
-        raise CheckpointError(f"tensor {name} names a token twice")
+        raise CheckpointError(f"tensor {name} names a token twice", _MEANING)
     return ids

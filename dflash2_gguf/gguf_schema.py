@@ -127,6 +127,7 @@ class Key:
         HYPER_CONNECTIONS = "hyper_connection.count"
         CONTEXT_LENGTH = "context_length"
         EMBEDDING_LENGTH = "embedding_length"
+        EMBEDDING_LENGTH_OUT = "embedding_length_out"
         FEED_FORWARD_LENGTH = "feed_forward_length"
         HEAD_COUNT = "attention.head_count"
         HEAD_COUNT_KV = "attention.head_count_kv"

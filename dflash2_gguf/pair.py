@@ -82,6 +82,7 @@ def check_drafter(header: Header) -> None:
     if not _layers(header):
         raise CheckpointError(f"{path} has no {arch_key(Key.Arch.TARGET_LAYERS)}", _CONVERT_HINT)
     _require_sane_graph(header)
+    _require_own_width(header)
     _require_mask_token(header)
 
 
@@ -125,6 +126,18 @@ def _require_sane_graph(header: Header) -> None:
     if epsilon is not None and not 0 <= epsilon < math.inf:
         key = arch_key(Key.Arch.RMS_EPS, arch=header.architecture)
         raise CheckpointError(f"{header.path} has {epsilon} as {key}", _BROKEN_HINT)
+
+
+def _require_own_width(header: Header) -> None:
+    """llama.cpp takes features of the width of the output, and ends the process at another one."""
+    width = header.arch(Key.Arch.EMBEDDING_LENGTH, int)
+    out = header.arch(Key.Arch.EMBEDDING_LENGTH_OUT, int)
+    if out and out != width:
+        raise CheckpointError(
+            f"{header.path}: {arch_key(Key.Arch.EMBEDDING_LENGTH_OUT)} is {out}, "
+            f"{arch_key(Key.Arch.EMBEDDING_LENGTH)} is {width}",
+            f"the features of a drafter have its own width; {_CONVERT_HINT}",
+        )
 
 
 def _require_mask_token(header: Header) -> None:

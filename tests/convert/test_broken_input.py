@@ -21,7 +21,12 @@ Damage = Callable[[Path], None]
 DAMAGED = "the file is damaged or its download stopped: fetch it again"
 HALF = "the download probably stopped half-way: fetch the checkpoint again"
 ONLY = "DFlash 2 (DFlash2DraftModel) and DFlash 1 (DFlashDraftModel) are converted"
-PLAIN = "this version converts plain DFlash 2 drafters"
+RELEASE = "take the config of the release"
+COUNTING = "target_layer_ids counts outputs of layers, and the first is 0"
+TRAINED = "keep the one that the drafter was trained with"
+TOGETHER = "config.json and weights do not belong together"
+SHARD = f"{TOGETHER}, or a shard was not downloaded"
+DROPPED = "dropping them would change what the drafter computes"
 
 
 def attempt(source: Path, target: Path, preset: str = "bf16") -> DFlash2Error:
@@ -282,30 +287,38 @@ def test_tensor_without_elements_is_refused(checkpoint: Path, target: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("remove", "add", "message"),
+    ("remove", "add", "message", "hint"),
     [
         (
             ["norm.weight", "layers.0.mlp_conv.base_kernel"],
             [],
             "2 of 36 tensors are missing: norm.weight, layers.0.mlp_conv.base_kernel",
+            SHARD,
         ),
-        ([], ["layers.0.extra.weight"], "1 tensor is unknown: layers.0.extra.weight"),
-        ([], ["layers.2.mlp.up_proj.weight"], "1 tensor is unknown: layers.2.mlp.up_proj.weight"),
+        ([], ["layers.0.extra.weight"], "1 tensor is unknown: layers.0.extra.weight", DROPPED),
+        (
+            [],
+            ["layers.2.mlp.up_proj.weight"],
+            "1 tensor is unknown: layers.2.mlp.up_proj.weight",
+            DROPPED,
+        ),
         (
             [],
             ["d2t"],
             "the checkpoint has d2t, config.json no draft_vocab_size below the vocabulary's",
+            TOGETHER,
         ),
         (
             [],
             ["layers.0.self_attn.sinks"],
             "1 of 38 tensors are missing: layers.1.self_attn.sinks",
+            SHARD,
         ),
-        ([], ["markov_w1.weight"], "tensor markov_w1.weight belongs to a DSpark drafter"),
         (
             [],
             ["fc.weight_scale"],
             "tensor fc.weight is stored as BF16 and has fc.weight_scale beside it",
+            "whether that scale is in the weights already cannot be told",
         ),
         (
             [
@@ -318,16 +331,23 @@ def test_tensor_without_elements_is_refused(checkpoint: Path, target: Path) -> N
             ],
             [],
             "config.json describes a DFlash 2 drafter, the checkpoint has no candidate selector",
+            "it is a DFlash 1 checkpoint with the wrong config, or a part was not downloaded",
         ),
         (
             [],
             ["embed_tokens.weight"],
             "the checkpoint has embed_tokens.weight but no lm_head.weight, and does not tie them",
+            "llama.cpp would use the embeddings as head; set tie_word_embeddings if that is meant",
         ),
     ],
 )
 def test_other_tensors_are_named(
-    checkpoint: Path, target: Path, remove: list[str], add: list[str], message: str
+    checkpoint: Path,
+    target: Path,
+    remove: list[str],
+    add: list[str],
+    message: str,
+    hint: str,
 ) -> None:
     values = checkpoints.tensors(checkpoints.config())
     for name in remove:
@@ -335,15 +355,58 @@ def test_other_tensors_are_named(
     for name in add:
         values[name] = np.ones((4, 4), dtype=np.float32)
     weights(checkpoint).write_bytes(checkpoints.safetensors_bytes(values))
-    assert attempt(checkpoint, target).message == message
+    error = attempt(checkpoint, target)
+    assert (error.message, error.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("markov_w1.weight", "a DSpark drafter"),
+        ("conf_proj.weight", "a DSpark drafter"),
+        ("aux_hidden_norms.0.weight", "a Laguna drafter (auxiliary norms)"),
+        ("layers.0.self_attn.g_proj.weight", "a Laguna drafter (attention gates)"),
+        ("layers.0.pre_feedforward_layernorm.weight", "a drafter with Gemma's extra norms"),
+        ("layers.0.post_feedforward_layernorm.weight", "a drafter with Gemma's extra norms"),
+        ("layers.0.layer_scalar", "a drafter with Gemma's layer scales"),
+        ("layers.0.mlp.experts.0.up_proj.weight", "a drafter with experts"),
+        ("layers.0.self_attn.q_proj.bias", "a drafter with attention biases"),
+    ],
+)
+def test_tensors_of_another_kind_of_drafter_are_told_with_that_kind(
+    checkpoint: Path, target: Path, name: str, kind: str
+) -> None:
+    values = checkpoints.tensors(checkpoints.config())
+    values[name] = np.ones((4, 4), dtype=np.float32)
+    weights(checkpoint).write_bytes(checkpoints.safetensors_bytes(values))
+    error = attempt(checkpoint, target)
+    assert (error.message, error.hint) == (
+        f"tensor {name} belongs to {kind}",
+        "drafters of plain Qwen3 layers are converted",
+    )
 
 
 def test_wrong_shape_names_both(checkpoint: Path, target: Path) -> None:
     values = checkpoints.tensors(checkpoints.config())
     values["fc.weight"] = values["fc.weight"][:, :32].copy()
     weights(checkpoint).write_bytes(checkpoints.safetensors_bytes(values))
-    assert attempt(checkpoint, target).message == (
-        "tensor fc.weight has shape [32, 32], config.json asks for [32, 64]"
+    error = attempt(checkpoint, target)
+    assert (error.message, error.hint) == (
+        "tensor fc.weight has shape [32, 32], config.json asks for [32, 64]",
+        TOGETHER,
+    )
+
+
+def test_features_of_several_streams_side_by_side_are_refused(
+    checkpoint: Path, target: Path
+) -> None:
+    values = checkpoints.tensors(checkpoints.config())
+    values["fc.weight"] = np.tile(values["fc.weight"], 4)
+    weights(checkpoint).write_bytes(checkpoints.safetensors_bytes(values))
+    error = attempt(checkpoint, target)
+    assert (error.message, error.hint) == (
+        "tensor fc.weight has shape [32, 256], config.json asks for [32, 64]",
+        TOGETHER,
     )
 
 
@@ -372,7 +435,7 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
         (
             {"architectures": ["DFlashDraftModel"]},
             "config.json describes a DFlash 1 drafter, the checkpoint has a candidate selector",
-            "config.json and weights do not belong together",
+            TOGETHER,
         ),
         ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel is a DSpark drafter", ONLY),
         (
@@ -404,12 +467,12 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
         (
             {"dflash__attention_sink_bias": True},
             "config.json: attention_sink_bias is True, the checkpoint has no sinks",
-            None,
+            TOGETHER,
         ),
         (
             {"dflash__has_own_lm_head": True},
             "config.json: has_own_lm_head, and there is no lm_head.weight",
-            None,
+            "another head drafts other tokens; fetch the whole checkpoint",
         ),
         (
             {"dflash__draft_vocab_size": 12},
@@ -419,7 +482,7 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
         (
             {"dflash__draft_vocab_size": 25},
             "config.json: draft_vocab_size 25 of a vocabulary of 24",
-            None,
+            RELEASE,
         ),
         (
             {"target_hidden_size": 64},
@@ -450,7 +513,7 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
                 "config.json contradicts itself: rope_parameters.rope_theta = 10000 "
                 "and rope_theta = 500000"
             ),
-            None,
+            TRAINED,
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
@@ -460,12 +523,12 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
         (
             {"dflash__target_layer_ids": [1, 6]},
             "config.json: target layer 6 does not exist in a target of 6 layers (0 to 5)",
-            None,
+            COUNTING,
         ),
         (
             {"dflash__target_layer_ids": [-1, 3]},
             "config.json: target_layer_ids [-1, 3] repeat or are negative",
-            None,
+            COUNTING,
         ),
         (
             {"dflash__target_layer_ids": ..., "num_target_layers": ...},
@@ -475,12 +538,12 @@ def test_integer_weights_are_refused(checkpoint: Path, target: Path) -> None:
         (
             {"dflash__mask_token_id": 24},
             "mask_token_id 24 is outside the vocabulary of 24",
-            None,
+            RELEASE,
         ),
         (
             {"dflash__mask_token_id": ...},
             "config.json: mask_token_id is None",
-            "a drafter without its mask token cannot draft; take the config of the release",
+            f"a drafter without its mask token cannot draft; {RELEASE}",
         ),
         (
             {"is_causal": ..., "layer_types": ["full_attention", "sliding_attention"]},

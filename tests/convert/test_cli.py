@@ -397,6 +397,8 @@ def test_inspection_finds_what_would_fail_later(
     assert done.err == (
         "warning: the file does not say whether attention is causal; convert it again\n"
         "warning: sliding window and per-layer pattern do not come together\n"
+        "warning: unknown fields: dflash.attention.casual, "
+        "dflash.attention.sliding_window_pottern\n"
         "warning: missing tensors: blk.1.ffn_conv_base\n"
         "warning: unknown tensors: blk.1.ffn_conv_case\n"
     )

@@ -13,15 +13,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dflash2_gguf.errors import CheckpointError
 from tests.convert import checkpoints
 from tests.convert.conversion import convert
 from tests.convert.hf_targets import write_hf_target
+from tests.convert.stored_forms import FORMS
 from tests.convert.test_peer import differing, upstream_convert
+from tests.convert.test_target import write_folder
 from tests.convert.test_variants import KNOWN_VOCAB, rows, with_tables
 
 MASK = 3
+AGAIN = "fetch the checkpoint again"
 TABLES = ("token_embd.weight", "output.weight")
 
 
@@ -126,24 +130,47 @@ def refusal(source: Path, target: Path, tmp_path: Path) -> tuple[str, str | None
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "message", "hint"),
     [
         (
             {"token": 4},
             "mask_embedding.pt is of token 4, config.json masks with 3",
+            "config.json and the vector do not belong together",
         ),
         (
             {"size": 16},
             "mask_embedding.pt has a vector of [16], the hidden size is 32",
+            "config.json and the vector do not belong together",
         ),
-        ({"value": float("nan")}, "mask_embedding.pt has NaN or infinite values"),
-        ({"token": "x"}, "mask_embedding.pt has no mask_token_id and embedding"),
+        ({"value": float("nan")}, "mask_embedding.pt has NaN or infinite values", AGAIN),
+        ({"token": "x"}, "mask_embedding.pt has no mask_token_id and embedding", AGAIN),
     ],
 )
 def test_a_vector_that_does_not_belong_is_refused(
-    change: dict[str, Any], message: str, checkpoint: Path, target: Path, tmp_path: Path
+    change: dict[str, Any],
+    message: str,
+    hint: str,
+    checkpoint: Path,
+    target: Path,
+    tmp_path: Path,
 ) -> None:
-    assert refusal(add_mask(checkpoint, **change), target, tmp_path)[0] == message
+    assert refusal(add_mask(checkpoint, **change), target, tmp_path) == (message, hint)
+
+
+@pytest.mark.parametrize("form", ["fp8 by rows", "fp8 by blocks", "nvfp4", "mxfp4", "int4"])
+def test_a_quantized_head_of_a_target_is_lent_as_what_it_means(
+    form: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    write, config = FORMS[form]
+    target = write_folder(tmp_path / "target", model_type="gpt2", quantization_config=config)
+    table, head = rows(checkpoints.N_VOCAB, 32), rows(checkpoints.N_VOCAB, 32, seed=9)
+    stored, meant = write("lm_head", head.astype(np.float64))
+    tables = {"model.embed_tokens.weight": torch.tensor(table), **stored}
+    save_file(tables, target / "model.safetensors")
+    found = converted(add_mask(checkpoint), target, tmp_path / "out.gguf")
+    np.testing.assert_allclose(found["output.weight"], meant.astype(np.float32), rtol=2e-6)
+    table[MASK] = np.linspace(-1, 1, 32, dtype=np.float32) * np.float32(0.3)
+    np.testing.assert_allclose(found["token_embd.weight"], table, rtol=1e-6)
 
 
 def test_a_target_without_weights_cannot_lend(
@@ -184,4 +211,4 @@ def test_what_torch_can_save_but_is_no_vector_is_refused(
     token: object, vector: object, message: str, checkpoint: Path, target: Path, tmp_path: Path
 ) -> None:
     torch.save({"mask_token_id": token, "embedding": vector}, checkpoint / "mask_embedding.pt")
-    assert refusal(checkpoint, target, tmp_path)[0] == f"mask_embedding.pt {message}"
+    assert refusal(checkpoint, target, tmp_path) == (f"mask_embedding.pt {message}", AGAIN)

@@ -36,6 +36,52 @@ def test_a_quantized_checkpoint_means_its_weights(name: str, tmp_path: Path, tar
     assert checkpoints.read_field(reader, "dflash2.source.quantization") == method
 
 
+def test_layers_quantized_in_different_ways_mean_their_weights(
+    tmp_path: Path, target: Path
+) -> None:
+    """FP8 and NVFP4 in two groups of one config, as targets are mixed."""
+    forms = {"layers.0.": "fp8 by rows", "layers.1.": "nvfp4"}
+    stored: Stored = {}
+    weights = {}
+    for start, form in forms.items():
+        found = write_quantized(tmp_path / form, form)
+        weights |= {name: value for name, value in found.items() if name.startswith(start)}
+        tensors = load_file(tmp_path / form / "model.safetensors")
+        others = tuple(set(forms) - {start})
+        stored |= {name: value for name, value in tensors.items() if not name.startswith(others)}
+    groups = {
+        f"group_{i}": FORMS[form][1]["config_groups"]["group_0"]
+        for i, form in enumerate(forms.values())
+    }
+    scheme = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    data = checkpoints.config(quantization_config={**scheme, "config_groups": groups})
+    source = checkpoints.write_checkpoint(tmp_path / "c", data=data)
+    save_file(stored, source / "model.safetensors")
+    warnings = convert(source, target, tmp_path / "out.gguf")
+    assert warnings == (
+        "14 of 36 weights are stored quantized (compressed-tensors): what that lost stays lost",
+    )
+    got = checkpoints.dequantized(gguf.GGUFReader(tmp_path / "out.gguf"))
+    for tensor, expected in weights.items():
+        name = tensor_name(tensor) or ""
+        np.testing.assert_allclose(got[name], expected.astype(np.float32), rtol=2e-6)
+
+
+def test_integers_of_several_widths_are_refused(tmp_path: Path, target: Path) -> None:
+    write_quantized(tmp_path / "c", "int4")
+    path = tmp_path / "c" / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = {"weights": {**groups["group_0"]["weights"], "num_bits": 8}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "c", target, tmp_path / "out.gguf")
+    assert (caught.value.message, caught.value.hint) == (
+        "config.json: quantization_config packs weights of 4 and 8 bits",
+        "checkpoints with 4 or 8 bits throughout are read; take the unquantized one",
+    )
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
 def test_every_8_bit_float_is_torchs(dtype: str) -> None:
     kind = {
@@ -82,6 +128,7 @@ def wild_groups(tensors: Stored) -> None:
 
 
 Q = "layers.0.self_attn.q_proj"
+UNQUANTIZED = "take the unquantized checkpoint"
 INCOMPLETE = (
     "the weights of a group share one scale; "
     "fetch the whole checkpoint, or take the unquantized one"
@@ -168,14 +215,16 @@ def test_a_config_that_speaks_of_quantization_over_plain_weights_is_told(
     assert warnings == ("config.json speaks of fp8, and no weight is stored quantized",)
 
 
-def test_bitsandbytes_is_refused_by_name(tmp_path: Path, target: Path) -> None:
+@pytest.mark.parametrize("part", ["absmax", "quant_map"])
+def test_bitsandbytes_is_refused_by_name(part: str, tmp_path: Path, target: Path) -> None:
     values = checkpoints.tensors(checkpoints.config())
-    values["fc.weight.absmax"] = np.ones(4, dtype=np.float32)
+    values[f"fc.weight.{part}"] = np.ones(4, dtype=np.float32)
     source = checkpoints.write_checkpoint(tmp_path / "c", values=values)
     with pytest.raises(CheckpointError) as caught:
         convert(source, target, tmp_path / "out.gguf")
-    assert caught.value.message == (
-        "tensor fc.weight.absmax belongs to a checkpoint quantized by bitsandbytes"
+    assert (caught.value.message, caught.value.hint) == (
+        f"tensor fc.weight.{part} belongs to a checkpoint quantized by bitsandbytes",
+        UNQUANTIZED,
     )
 
 
@@ -207,7 +256,10 @@ def test_packed_integers_of_another_kind_are_refused(
     save_file({**load_file(path), f"{Q}.{part}": stored}, path)
     with pytest.raises(CheckpointError) as caught:
         convert(tmp_path / "c", target, tmp_path / "out.gguf")
-    assert caught.value.message == f"tensor {Q}.{part} {message} is no table of packed integers"
+    assert (caught.value.message, caught.value.hint) == (
+        f"tensor {Q}.{part} {message} is no table of packed integers",
+        UNQUANTIZED,
+    )
 
 
 def test_a_scale_without_values_is_refused(tmp_path: Path, target: Path) -> None:
@@ -231,7 +283,10 @@ def test_scales_beside_anything_but_bytes_are_refused(
     with pytest.raises(CheckpointError) as caught:
         convert(tmp_path / "c", target, tmp_path / "out.gguf")
     kind = "I64" if stored.dtype is torch.int64 else "BOOL"
-    assert caught.value.message == f"tensor {Q}.weight has scales and is stored as {kind}"
+    assert (caught.value.message, caught.value.hint) == (
+        f"tensor {Q}.weight has scales and is stored as {kind}",
+        UNQUANTIZED,
+    )
 
 
 @pytest.mark.parametrize(

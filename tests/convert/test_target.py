@@ -16,6 +16,7 @@ from dflash2_gguf.gguf_schema import Key
 from dflash2_gguf.presets import load_preset
 from tests.convert import checkpoints
 from tests.convert.hf_targets import write_hf_target
+from tests.convert.pairs import Edit, edit
 
 HINT = "give the target's GGUF file with --target instead, its tokenizer is copied as it is"
 
@@ -180,7 +181,10 @@ def test_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "t", model_type="gpt2", vocab_size=6)
     with pytest.raises(CheckpointError) as caught:
         open_target(folder)
-    assert caught.value.message == "token ' user' has id 6, outside the vocabulary of 6"
+    assert (caught.value.message, caught.value.hint) == (
+        "token ' user' has id 6, outside the vocabulary of 6",
+        HINT,
+    )
 
 
 def test_folder_and_file_of_one_target_agree(tmp_path: Path, target_gguf: Path) -> None:
@@ -230,6 +234,43 @@ def test_mask_token_is_the_drafters(tmp_path: Path, checkpoint: Path) -> None:
     run(plan, force=False, progress=lambda _count: None)
     fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
     assert fields["tokenizer.ggml.mask_token_id"].contents() == 3
+
+
+def test_a_mask_token_of_the_targets_folder_is_not_taken(tmp_path: Path, checkpoint: Path) -> None:
+    folder = write_folder(tmp_path / "t", model_type="gpt2", mask_token_id=5)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "mask_token": "<|plain|>"}))
+    plan = make_plan(checkpoint, folder, [(load_preset("bf16"), tmp_path / "out.gguf")])
+    run(plan, force=False, progress=lambda _count: None)
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["tokenizer.ggml.mask_token_id"].contents() == 3
+
+
+def test_a_tokenizer_of_any_family_is_copied_from_the_targets_file(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """Gemma's is no byte-level BPE, and its file says everything that llama.cpp needs."""
+    family = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.pre": "gemma4",
+        "tokenizer.ggml.scores": [-float(i) for i in range(24)],
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.unknown_token_id": 1,
+    }
+    bare = checkpoints.write_target(tmp_path / "bare.gguf", arch="gemma4")
+    target = edit(bare, tmp_path / "t.gguf", Edit(set=family))
+    plan = make_plan(checkpoint, target, [(load_preset("bf16"), tmp_path / "out.gguf")])
+    run(plan, force=False, progress=lambda _count: None)
+    theirs, ours = (
+        {
+            key: (field.types, field.contents())
+            for key, field in gguf.GGUFReader(path).fields.items()
+            if key.startswith("tokenizer.")
+        }
+        for path in (target, tmp_path / "out.gguf")
+    )
+    assert ours.pop("tokenizer.ggml.mask_token_id")[1] == 3
+    assert ours == theirs
 
 
 def test_any_part_of_a_split_target_will_do(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dflash2_gguf.convert.inspection import inspect
 from dflash2_gguf.errors import CheckpointError
@@ -27,6 +27,7 @@ Values = dict[str, Floats]
 # changes of config.json, and of the tensors
 Variant = tuple[dict[str, Any], Callable[[Values], Mapping[str, Any]]]
 KNOWN_VOCAB = 49152
+DISTANCES = "its entries are the distance from row to token id"
 _SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -197,20 +198,56 @@ def test_a_reduced_head_keeps_its_map_as_token_ids(
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("changes", "message", "hint"),
     [
-        ([0, 1, 2, 3, 24], "tensor d2t names token 24, the vocabulary has 24"),
-        ([0, 1, 2, 3, -1], "tensor d2t names token -1, the vocabulary has 24"),
-        ([0, 1, 2, 3, 3], "tensor d2t names a token twice"),
-        ([0, 1, 2], "config.json: selector_top_k 4 of a draft vocabulary of 3"),
+        (
+            {"lm_head.weight": None, "d2t": None},
+            "config.json: draft_vocab_size is 6, and there is no lm_head.weight of that size",
+            "the target's head has other rows; fetch the whole checkpoint",
+        ),
+        (
+            {"d2t": None},
+            "1 of 38 tensors are missing: d2t",
+            "config.json and weights do not belong together, or a shard was not downloaded",
+        ),
+        (
+            {"lm_head.weight": torch.ones(24, 32)},
+            "tensor lm_head.weight has shape [24, 32], config.json asks for [6, 32]",
+            "config.json and weights do not belong together",
+        ),
+    ],
+)
+def test_a_reduced_head_that_was_lost_or_replaced_is_told(
+    changes: dict[str, torch.Tensor | None],
+    message: str,
+    hint: str,
+    tmp_path: Path,
+    target: Path,
+) -> None:
+    source = reduced(tmp_path / "c", [0, 2, 3, 5, 11, 23])
+    path = source / "model.safetensors"
+    stored = {**load_file(path), **changes}
+    save_file({name: value for name, value in stored.items() if value is not None}, path)
+    with pytest.raises(CheckpointError) as caught:
+        convert(source, target, tmp_path / "out.gguf")
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message", "hint"),
+    [
+        ([0, 1, 2, 3, 24], "tensor d2t names token 24, the vocabulary has 24", DISTANCES),
+        ([0, 1, 2, 3, -1], "tensor d2t names token -1, the vocabulary has 24", DISTANCES),
+        ([0, 1, 2, 3, 3], "tensor d2t names a token twice", DISTANCES),
+        ([0, 1, 2], "config.json: selector_top_k 4 of a draft vocabulary of 3", None),
     ],
 )
 def test_a_map_that_is_none_is_refused(
-    ids: list[int], message: str, tmp_path: Path, target: Path
+    ids: list[int], message: str, hint: str | None, tmp_path: Path, target: Path
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
         convert(reduced(tmp_path / "c", ids), target, tmp_path / "out.gguf")
-    assert caught.value.message == message
+    assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
 def speculator(kind: str = "dflash2", **changes: Any) -> dict[str, Any]:
@@ -247,6 +284,20 @@ def test_a_speculators_checkpoint_gives_the_same_file(tmp_path: Path, target: Pa
         convert(source, target, tmp_path / f"{source.name}.gguf")
     assert differing(tmp_path / "plain.gguf", tmp_path / "other.gguf") == []
     assert dflash_metadata(tmp_path / "plain.gguf") == dflash_metadata(tmp_path / "other.gguf")
+
+
+def test_a_speculators_reduced_head_is_kept(tmp_path: Path, target: Path) -> None:
+    ids = [0, 2, 3, 5, 11, 23]
+    for name in ("plain", "other"):
+        reduced(tmp_path / name, ids)
+    config = tmp_path / "other" / "config.json"
+    config.write_text(json.dumps(speculator(draft_vocab_size=len(ids))))
+    for name in ("plain", "other"):
+        convert(tmp_path / name, target, tmp_path / f"{name}.gguf")
+    assert differing(tmp_path / "plain.gguf", tmp_path / "other.gguf") == []
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "other.gguf").tensors}
+    assert tensors["d2t"].data.tolist() == ids
+    assert tensors["output.weight"].shape.tolist() == [32, len(ids)]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,12 @@ def test_a_matching_pair_passes(tmp_path: Path) -> None:
         (CheckpointError, {}, {"conv_kernel_size": None}, "has no dflash.conv_kernel_size"),
         (CheckpointError, {}, {"conv_group_size": None}, "has no dflash.conv_group_size"),
         (CheckpointError, {}, {"dflash_embedding_length": None}, "has no dflash.embedding_length"),
+        (
+            CheckpointError,
+            {},
+            {"dflash.embedding_length_out": 32},
+            "dflash.embedding_length_out is 32, dflash.embedding_length is 8",
+        ),
         (CheckpointError, {"block_count": None}, {}, "has no llama.block_count"),
         (CheckpointError, {"block_count": 0}, {}, "has 0 as llama.block_count"),
         (CheckpointError, {"block_count": 513}, {}, "has 513 as llama.block_count"),
